@@ -1,0 +1,483 @@
+"""Qwen3-MoE in plain torch, with one seam: the experts of a token can be chosen by the router or given.
+
+A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the MoE of one token is
+
+    p   = softmax(W_r x)                          over all E experts, in fp32
+    e   = the K experts with the largest p        or the K experts that were handed in (replay.py)
+    MoE = sum_{i in e} g_i * W_down_i (silu(W_gate_i x) * W_up_i x),    g_i = p_i / sum_{j in e} p_j
+
+The choice e is discrete: a rounding error in x can swap an expert, and then the token's probability jumps. The gates g
+are smooth. Replay fixes e alone; g always comes from the live p, so the router keeps its gradient (paper, Sec. 3).
+
+Letters: B sequences, T positions, S = tokens of all sequences without padding, D width, H heads, L layers, E experts,
+K experts per token, F width of an expert, V vocabulary.
+
+Sequences run packed: padding is dropped at the door, so it costs nothing and reaches nothing. Attention sees one
+sequence at a time; everything else sees S tokens. One sort by expert makes each expert's tokens contiguous, and each
+of its matrices multiplies those tokens only.
+
+Parameters carry the names of the checkpoint format (without the leading "model."), except that the experts of a layer
+are two stacked tensors, gate_up_proj (E, 2F, D) and down_proj (E, D, F), which the format stores expert by expert.
+
+Left out: the load-balancing loss (the paper does not train with one), KV caches (vLLM samples), dropout, biases,
+sliding windows and rope scaling (a config that asks for one of them is refused).
+"""
+
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+SUPPORTED = {"attention_bias": False, "use_sliding_window": False, "rope_type": "default"}
+LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The numbers that shape the model; `hf` is the config.json they came from, kept for writing it back."""
+
+    vocab_size: int
+    hidden_size: int  # D
+    num_hidden_layers: int  # L
+    num_attention_heads: int  # H
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int  # of the dense layers
+    moe_intermediate_size: int  # F
+    num_experts: int  # E
+    num_experts_per_tok: int  # K
+    norm_topk_prob: bool
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+    max_position_embeddings: int
+    hf: dict
+
+    def is_moe(self, layer: int) -> bool:
+        sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return sparse and layer not in self.mlp_only_layers
+
+    @property
+    def dense_layers(self) -> list[int]:
+        return [i for i in range(self.num_hidden_layers) if not self.is_moe(i)]
+
+    @classmethod
+    def from_pretrained(cls, model_dir: str | Path) -> "MoEConfig":
+        """Reads config.json as transformers 4 or 5 writes it. ValueError names the file and the key that is wrong."""
+        path = Path(model_dir) / "config.json"
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, hf: dict) -> "MoEConfig":
+        """`hf` has the keys of transformers 4 (rope_theta, num_experts) or 5 (rope_parameters, num_local_experts)."""
+        if ARCHITECTURE not in hf.get("architectures", []):
+            raise ValueError(
+                f"architectures is {hf.get('architectures')}, moe.py is {ARCHITECTURE}"
+            )
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        found = {"decoder_sparse_step": 1, "tie_word_embeddings": False, **hf, "hf": hf}
+        found["num_experts"] = hf.get("num_experts", hf.get("num_local_experts"))
+        found["rope_theta"] = hf.get("rope_theta", rope.get("rope_theta"))
+        found["mlp_only_layers"] = tuple(hf.get("mlp_only_layers") or ())
+        found["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+        for key, only in SUPPORTED.items():
+            if found.get(key, only) != only:
+                raise ValueError(f"{key} = {found[key]!r} is not supported, only {only!r}")
+        for f in fields(cls):
+            value = found.get(f.name)
+            if value is None:
+                raise ValueError(f"no value for {f.name}")
+            if f.type is int and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{f.name} = {value!r} is not a positive integer")
+        if found["num_experts_per_tok"] > found["num_experts"]:
+            raise ValueError("num_experts_per_tok is larger than num_experts")
+        if found["num_attention_heads"] % found["num_key_value_heads"]:
+            raise ValueError("num_key_value_heads does not divide num_attention_heads")
+        return cls(**{f.name: found[f.name] for f in fields(cls)})
+
+
+# --- the layers
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32: softmax over experts and over the vocabulary is taken there, as in vLLM."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rope_tables(positions: Tensor, config: MoEConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, positions (S,) int -> two (S, 1, head_dim)."""
+    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None].float() * config.rope_theta ** (-half / config.head_dim)
+    angles = torch.cat((angles, angles), dim=-1)[:, None]  # (S, 1, head_dim)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Causal attention inside each packed sequence: q (S, H, head_dim), k and v with fewer heads -> like q."""
+    if q.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=q.device)
+        causal = {"window_size": (-1, 0), "enable_gqa": True}
+        return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), **causal)
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(lengths)]
+    sizes = [n * count for n, count in runs]
+    out = []
+    for (n, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        qkv = [z.view(count, n, -1, z.shape[-1]).transpose(1, 2) for z in qkv]  # (count, H, n, hd)
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        out.append(y.transpose(1, 2).reshape(count * n, -1, y.shape[-1]))
+    return torch.cat(out)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: MoEConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        width, kv_width = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
+        self.q_proj = nn.Linear(c.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, c.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: list[int]) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in projections)  # (S, heads, hd)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(q, k, v, lengths).flatten(1))
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows ends[i-1]:ends[i] of x times weight[i].T: x (rows, in), weight (E, out, in), ends (E,) -> (rows, out)."""
+    if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not x.is_cuda):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    # No grouped kernel for this dtype. unbind, since the backward of weight[i] allocates all E of them for each i.
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ w.T for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)])
+
+
+class Experts(nn.Module):
+    def __init__(self, c: MoEConfig):
+        super().__init__()
+        E, F_, D = c.num_experts, c.moe_intermediate_size, c.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, D))
+        self.down_proj = nn.Parameter(torch.empty(E, D, F_))
+
+    def forward(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """sum_i g_i FFN_i(x): x (S, D), experts (S, K) int, gates (S, K) -> (S, D)."""
+        S, K = experts.shape
+        order = experts.flatten().argsort(stable=True)  # (S*K,)
+        token = order // K
+        counts = experts.flatten().bincount(minlength=len(self.down_proj))  # (E,)
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = grouped_matmul(x.index_select(0, token), self.gate_up_proj, ends).chunk(2, -1)
+        y = grouped_matmul(F.silu(gate) * up, self.down_proj, ends)  # (S*K, D)
+        y = y * gates.flatten().index_select(0, order)[:, None]
+        if x.is_cuda:  # index_add would add in no fixed order, and no two passes would be equal
+            return y[order.argsort()].view(S, K, -1).sum(1)
+        return torch.zeros_like(x).index_add(0, token, y)
+
+
+class MoE(nn.Module):
+    def __init__(self, c: MoEConfig):
+        super().__init__()
+        self.top_k, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
+        self.gate = nn.Linear(c.hidden_size, c.num_experts, bias=False)
+        self.experts = Experts(c)
+
+    def forward(self, x: Tensor, replay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (S, D), replay (S, K) int or None -> y (S, D), experts used (S, K), experts the router chose (S, K)."""
+        p = wide(self.gate(x)).softmax(dim=-1)  # (S, E)
+        live = p.topk(self.top_k, dim=-1).indices  # (S, K)
+        used = live if replay is None else torch.where(replay < 0, live, replay)
+        g = p.gather(-1, used)
+        g = g / g.sum(-1, keepdim=True) if self.normalize else g
+        return self.experts(x, used, g.to(x.dtype)), used, live
+
+
+class MLP(nn.Module):
+    """A dense layer: the one expert that every token takes."""
+
+    def __init__(self, c: MoEConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.top_k = c.num_experts_per_tok
+
+    def forward(self, x: Tensor, replay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        none = torch.full((len(x), self.top_k), -1, device=x.device)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), none, none
+
+
+class Layer(nn.Module):
+    def __init__(self, c: MoEConfig, index: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MoE(c) if c.is_moe(index) else MLP(c)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], replay: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
+        y, used, live = self.mlp(self.post_attention_layernorm(x), replay)
+        return x + y, used, live
+
+
+class MoETransformer(nn.Module):
+    """The whole model. `checkpointing` recomputes each layer in backward instead of keeping its activations."""
+
+    def __init__(self, config: MoEConfig, checkpointing: bool = False):
+        super().__init__()
+        self.config, self.checkpointing = config, checkpointing
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        experts: Tensor | None = None,
+        live=False,
+    ) -> tuple[Tensor, Tensor]:
+        """tokens (B, T) int, lengths (B,) int (default T), experts (B, T, L, K) int (default: the router chooses).
+
+        Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
+        layers. A row of `experts` that is -1 uses the router's choice. `live` returns what the router would have
+        chosen at each token, whatever was replayed there. Experts are call arguments, so a layer that is recomputed
+        in backward sees the same ones.
+        """
+        B, T = tokens.shape
+        place = torch.arange(T, device=tokens.device).expand(B, T)
+        sizes = [T] * B if lengths is None else lengths.tolist()
+        keep = place < torch.tensor(sizes, device=tokens.device)[:, None]  # (B, T)
+        x = self.embed_tokens(tokens[keep])  # (S, D)
+        cos, sin = rope_tables(place[keep], self.config, x.dtype)
+        sizes = [n for n in sizes if n]
+        replay = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
+        chosen = []
+        run = partial(checkpoint, use_reentrant=False) if self.checkpointing else apply
+        for layer, given in zip(self.layers, replay, strict=True):
+            x, *routes = run(layer, x, cos, sin, sizes, given)
+            chosen.append(routes[live].to(torch.int16))
+        x, chosen = self.norm(x), torch.stack(chosen, dim=1)  # (S, D), (S, L, K)
+        hidden = x.new_zeros(B, T, x.shape[-1]).masked_scatter(keep[..., None], x)
+        routes = chosen.new_full((B, T, *chosen.shape[1:]), -1)
+        routes[keep] = chosen
+        return hidden, routes
+
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
+        """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...) fp32.
+
+        Of softmax(logits / temperature), as vLLM reports them. Logits exist a chunk of tokens at a time and are
+        recomputed in backward; the entropy carries no gradient.
+        """
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        rows = max(1, LOGIT_CHUNK // self.config.vocab_size)
+        chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+        run = partial(checkpoint, use_reentrant=False) if targets.numel() > rows else apply
+        parts = [run(head_logprobs, h, t, head.weight, temperature) for h, t in chunks]
+        logp, entropy = (torch.cat(z).view(targets.shape) for z in zip(*parts, strict=True))
+        return logp.clone(), entropy  # FSDP hooks its outputs, and warns of views
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, std: float = 0.02) -> "MoETransformer":
+        """Normal(0, std) for every matrix, ones for the norms; the same seed gives the same weights."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            p.fill_(1.0) if "norm" in name else p.normal_(0.0, std, generator=generator)
+        return self
+
+
+def apply(function, *args):
+    return function(*args)
+
+
+def head_logprobs(h: Tensor, targets: Tensor, weight: Tensor, temperature: float):
+    """(rows, D), (rows,), (V, D) -> log-probs (rows,) and entropies (rows,)."""
+    logits = wide(F.linear(h, weight)) / temperature  # (rows, V)
+    lse = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - lse
+    with torch.no_grad():
+        entropy = lse - ((logits - lse[:, None]).exp() * logits).sum(-1)
+    return logp, entropy
+
+
+# --- safetensors in and out
+
+
+def stored_as(name: str, p: Tensor) -> tuple[list[str], tuple[int, ...]]:
+    """The checkpoint tensors that make up our parameter `name`, in the order in which they fill it; their shape."""
+    name = name if name.startswith("lm_head") else f"model.{name}"
+    stacked = re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj", name)
+    if not stacked:
+        return [name], tuple(p.shape)
+    parts = ["gate", "up"] if stacked[2] == "gate_up" else ["down"]
+    names = [f"{stacked[1]}{e}.{part}_proj.weight" for e in range(len(p)) for part in parts]
+    return names, (p.shape[1] // len(parts), p.shape[2])
+
+
+def stored_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in a checkpoint of this model, in the order of hf_weights."""
+    with torch.device("meta"):
+        parameters = MoETransformer(config).named_parameters()
+        stored = [stored_as(name, p) for name, p in parameters]
+    return {name: shape for names, shape in stored for name in names}
+
+
+@torch.no_grad()
+def hf_weights(
+    model: MoETransformer, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (checkpoint name, full tensor) in `dtype` (default: as stored), at most one parameter whole at a time.
+
+    Of a sharded model every rank must walk all of it, since each step is a collective. A tensor may share memory with
+    others of its parameter and, when nothing is sharded or cast, with the model: copy what outlives the next update.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what a forward left gathered would be handed out in the compute dtype
+    for name, p in model.named_parameters():
+        full = p.detach().to(dtype or p.dtype)  # cast first: half the bytes to gather
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        names, shape = stored_as(name, p)
+        yield from zip(names, full.view(len(names), *shape), strict=True)
+
+
+def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
+    """Reads the headers of a folder's safetensors (one file, or several with an index) -> checkpoint name -> file.
+
+    Raises ValueError naming the folder or file, and the tensor that is missing, unknown or of the wrong shape.
+    """
+    index, wanted = Path(model_dir) / "model.safetensors.index.json", stored_shapes(config)
+    try:
+        files = {"model.safetensors"}
+        if index.exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        where, found = {}, {}
+        for path in (index.with_name(file) for file in files):
+            with safe_open(path, framework="pt") as f:
+                names = list(f.keys())
+                where |= dict.fromkeys(names, path)
+                found |= {n: tuple(f.get_slice(n).get_shape()) for n in names}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{model_dir}: weights cannot be read: {error!r}") from None
+    if config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)  # some folders store it all the same
+    for name in [*wanted, *found]:
+        if found.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{model_dir}: {name} is {found.get(name)}, config.json asks for {wanted.get(name)}"
+            )
+    return where
+
+
+@torch.no_grad()
+def load_weights(model: MoETransformer, model_dir: str | Path) -> None:
+    """Fills `model`, plain or sharded: each rank reads the rows that it holds. Raises as check_weights does."""
+    where = check_weights(model.config, model_dir)
+    with ExitStack() as stack:
+        files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in set(where.values())}
+        for name, p in model.named_parameters():
+            (names, shape), local, first = stored_as(name, p), p, 0
+            if isinstance(p, DTensor):
+                place = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+                local, first = p.to_local(), place[1][0]
+            if len(names) > 1:  # a row is a whole expert, of one or two tensors
+                rows = len(names) // len(p)
+                blocks = local.view(len(local) * rows, *shape)
+                for n, block in zip(names[first * rows :], blocks, strict=False):
+                    block.copy_(files[where[n]].get_tensor(n))
+            elif len(local):
+                stored = files[where[names[0]]].get_slice(names[0])
+                local.copy_(stored[first : first + len(local)].view_as(local))
+
+
+def load_pretrained(model_dir: str | Path, device="cpu", dtype=torch.float32) -> MoETransformer:
+    """The model of a folder, whole, on one device. (train.py shards first, then calls load_weights.)"""
+    with torch.device("meta"):
+        model = MoETransformer(MoEConfig.from_pretrained(model_dir)).to(dtype)
+    load_weights(model.to_empty(device=device), model_dir)
+    return model
+
+
+def save_pretrained(
+    model: MoETransformer,
+    out: str | Path,
+    dtype=torch.float32,
+    like="",
+    shard_bytes=5e9,
+    write=True,
+) -> None:
+    """Writes the folder that vLLM and transformers load: config.json, safetensors with an index where they are
+    several, and the tokenizer files of the folder `like`.
+
+    Every rank of a sharded model must call it; the one with `write` writes, with one file's tensors on its host.
+    """
+    out, plan, total, size = Path(out), [[]], 0, 0
+    for name, shape in stored_shapes(model.config).items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        total, size = total + nbytes, size + nbytes
+        if size > shard_bytes and plan[-1]:
+            plan.append([])
+            size = nbytes
+        plan[-1].append(name)
+    files = [f"model-{i:05d}-of-{len(plan):05d}.safetensors" for i in range(1, len(plan) + 1)]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    weights = hf_weights(model, dtype)
+    for file, names in zip(files, plan, strict=True):
+        shard = {n: w.to("cpu", copy=True) for n, w in islice(weights, len(names)) if write}
+        if write:
+            out.mkdir(parents=True, exist_ok=True)
+            save_file(shard, out / file, metadata={"format": "pt"})
+    if not write:
+        return
+    for path in Path(like).iterdir() if like else []:
+        if path.suffix in (".json", ".jinja", ".txt") and "safetensors" not in path.name:
+            shutil.copy(path, out)
+    key = "dtype" if "dtype" in model.config.hf else "torch_dtype"
+    jsons = {"config.json": model.config.hf | {key: str(dtype).removeprefix("torch.")}}
+    if len(files) > 1:
+        where = {n: file for file, names in zip(files, plan, strict=True) for n in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        jsons["model.safetensors.index.json"] = index
+    for name, content in jsons.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")

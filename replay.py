@@ -1,0 +1,117 @@
+"""Routing Replay: hold the discrete choice of experts fixed, so that the first-order argument survives an MoE.
+
+With routing, both factors of Eq. 5 carry the experts e along (paper, Sec. 3):
+
+    pi(y_t | e_pi)     pi_old(y_t | e_pi_old)     pi(y_t | e_pi)
+    --------------  =  ----------------------  *  ----------------------                                Eq. 5
+    mu_old(y_t | e_mu) mu_old(y_t | e_mu)         pi_old(y_t | e_pi_old)
+
+    e_mu        chosen by the router inside vLLM while sampling
+    e_pi_old    chosen by the router in the training engine, same weights theta_old
+    e_pi        chosen by the router in the training engine, weights theta being trained
+
+log pi is smooth in the weights and in rounding errors only while the experts stay the same. A top-K choice is a step
+function: an error of 1e-3 in a router logit can swap one expert, and the token's probability jumps by far more than
+rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token is no approximation of J_seq.
+Replay computes log-probs under recorded experts instead:
+
+    R2  vanilla routing replay   pi under e_pi_old                     repairs the second factor (staleness)
+    R3  rollout routing replay   pi and pi_old under e_mu              repairs both
+
+Gates are always recomputed from the live router logits (moe.py), so the router still learns. The price is a bias: the
+policy that is optimized is the replayed one. Which one that is (paper, Table 1):
+
+             first mini-batch               later mini-batches
+    R2       pi itself (e_pi = e_pi_old)    changed
+    R3       changed                        changed
+
+Positions: experts[b, t] are the experts used when token t is the *input*; they shape the log-prob of token t + 1.
+vLLM's record has a row for every input, prompt included: the P + R - 1 tokens before the last sampled one, which was
+never fed back. So row i belongs to position i, and the last position has no record (-1: the live router), which
+reaches no loss.
+
+Letters: P prompt and R response tokens, T positions, L layers (dense ones too), E experts, K experts per token.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MODES = ("none", "R2", "R3")
+
+
+def routes_for_old(mode: str, rollout: Tensor | None) -> Tensor | None:
+    """The experts under which pi_old is computed: e_mu for R3, else None, the live router (e_pi_old)."""
+    return rollout if mode == "R3" else None
+
+
+def routes_for_new(mode: str, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """The experts under which pi is computed: e_mu for R3, e_pi_old for R2, else None, the live router (e_pi)."""
+    return {"R3": rollout, "R2": old, "none": None}[mode]
+
+
+def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] = ()) -> Tensor:
+    """vLLM's record (P + R - 1, L, K) laid on the positions of prompt + response -> (length, L, K) int16.
+
+    -1 where there is no record: the last position, anything after it, and `dense_layers`, for which the engine stores
+    meaningless ids. Raises ValueError unless the record covers exactly the inputs, length - 1 positions.
+    """
+    rows = len(routed)
+    if routed.ndim != 3 or rows != length - 1:
+        raise ValueError(
+            f"routes of shape {routed.shape} for {length} tokens, expected {length - 1} rows"
+        )
+    out = torch.full((length, *routed.shape[1:]), -1, dtype=torch.int16)
+    out[:rows] = torch.from_numpy(routed.astype(np.int16))
+    out[:, list(dense_layers)] = -1
+    return out
+
+
+def check_routes(experts: Tensor, num_experts: int) -> None:
+    """Raises ValueError unless every row of (..., K) is K different ids in 0 .. num_experts - 1, or all -1.
+
+    A row that vLLM never wrote is all zeros: K equal ids, caught as a repetition (for K = 1 it cannot be told from a
+    choice of expert 0, so a record that is zero everywhere is refused).
+    """
+    rows = experts.reshape(-1, experts.shape[-1]).sort(dim=-1).values  # (rows, K)
+    rows = rows[(rows != -1).any(-1)]
+    if not len(rows):
+        return
+    if rows.min() < 0 or rows.max() >= num_experts:
+        raise ValueError(
+            f"expert ids {int(rows.min())} to {int(rows.max())}, the model has 0 to {num_experts - 1}"
+        )
+    if not rows.any():
+        raise ValueError(
+            "every expert id is 0: the engine returned an empty record (enable_return_routed_experts)"
+        )
+    repeated = (rows[:, 1:] == rows[:, :-1]).any(-1)
+    if repeated.any():
+        raise ValueError(
+            f"an expert repeats in {int(repeated.sum())} rows, such as {rows[repeated][0].tolist()}"
+        )
+
+
+def routing_agreement(experts_a: Tensor, experts_b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """How often two engines choose the same set of experts: experts (B, T, L, K), mask (B, T).
+
+    Returns the share of tokens with equal sets, a layer at a time (L,) float64, NaN where there is nothing to compare
+    (dense layers), and the share of tokens with at least one differing layer (0-d).
+    """
+    hits, out_of = agreement_counts(experts_a, experts_b, mask)
+    shares = hits / out_of
+    return shares[:-1], shares[-1]
+
+
+def agreement_counts(experts_a: Tensor, experts_b: Tensor, mask: Tensor) -> Tensor:
+    """routing_agreement as counts, which micro-batches and ranks may add up: (2, L + 1) float64.
+
+    Row 0 counts the tokens with equal sets in each layer and, last, those with a differing layer; row 1 the tokens
+    they are a share of. The order within K is not compared: vLLM's differs from the router's. Positions without a
+    record (-1) in either are left out.
+    """
+    a, b = (e[mask].sort(dim=-1).values for e in (experts_a, experts_b))  # (N, L, K)
+    same, known = (a == b).all(-1), (a[..., 0] >= 0) & (b[..., 0] >= 0)  # (N, L)
+    flipped = (known & ~same).any(-1)
+    hits = torch.cat([(same & known).sum(0), flipped.sum()[None]])
+    return torch.stack([hits, torch.cat([known.sum(0), known.any(-1).sum()[None]])]).double()

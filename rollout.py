@@ -1,0 +1,459 @@
+r"""mu, the policy that samples (vLLM inside the trainer's process), and R(x, y), data and rewards.
+
+The life of a step, and what the accelerator holds in each phase beside the training states
+(sharded master weights and Adam moments, which stay). On a CPU the same calls move no memory.
+
+    sync      engine weights, one or two layers in flight. theta -> theta_old: tensors stream into
+              vLLM layer by layer, then the KV cache, full of old prefixes, is mapped and emptied
+    generate  engine weights, KV cache. G responses y ~ mu_old to each of P prompts, with the
+              log-probs mu_old(y_t) and the experts e_mu
+    sleep     CUDA graphs, buffers. Level 2: weights and KV cache are dropped, not copied to the host
+    train     the same, gradients, activations. pi_old, then N updates of pi; the engine is idle
+    wake      engine weights, mapped again with undefined content: only a sync may follow
+
+mu is not pi_old although the weights are equal: other kernels, perhaps another precision, other
+batch shapes, other experts. So a `Rollout` holds what the engine says it did: the log-probs after
+temperature and top_p, its experts. What it did not say stays NaN or None; nothing is filled in.
+
+Letters: P prompts, G responses per prompt, B = P * G sequences, T tokens of prompt + response
+(P_b + R_b in row b), L layers (dense ones included), E experts, K experts per token.
+
+Left out: chat templates, several turns, tools, LoRA; engines in other processes or on other GPUs;
+sampling while training; expert parallelism. fp8 without CUDA, and int4 anywhere, are emulated:
+weights are rounded as they are sent, activations are not.
+"""
+
+import functools
+import inspect
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What travels from sampling to update: B = P * G responses; ragged lists, smallest dtypes."""
+
+    tokens: list[np.ndarray]  # B x (P_b + R_b,) int32; EOS is there only if the model emitted it
+    prompt_lens: np.ndarray  # (B,) int32, P_b
+    logp_rollout: list[np.ndarray]  # B x (R_b,) float32, log mu_old(y_t), NaN where unknown
+    routes: list[np.ndarray | None]  # B x (P_b + R_b - 1, L, K) uint8 or uint16, as vLLM gave it
+    truncated: np.ndarray  # (B,) bool, ended by the length limit
+    group_ids: np.ndarray  # (B,) int32, index of the prompt in the batch, never its text
+    texts: list[str]  # B responses, special tokens skipped
+    rewards: np.ndarray | None = None  # (B,) float32, set by scoring
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rows: Sequence[int]) -> "Rollout":
+        """The same record for these rows only, in this order; group ids stay as they were."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if value is not None:
+                picked = [value[row] for row in rows]
+                values[name] = picked if isinstance(value, list) else np.array(picked, value.dtype)
+        return Rollout(**values)
+
+
+def round_fp8(weight: torch.Tensor) -> torch.Tensor:
+    """(rows, cols) through float8 e4m3 with one scale per 128 x 128 block, as fp8_per_block."""
+    rows, cols = weight.shape
+    padded = F.pad(weight.float(), (0, -cols % 128, 0, -rows % 128))
+    blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448  # e4m3's largest number
+    blocks = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return blocks.view_as(padded)[:rows, :cols].to(weight.dtype)
+
+
+def round_int4(weight: torch.Tensor) -> torch.Tensor:
+    """(rows, cols) to the integers -7..7 times one scale per output channel (row)."""
+    scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 7
+    return ((weight.float() / scale).round() * scale).to(weight.dtype)
+
+
+def stored_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the folder's tensors, from the safetensors headers, less a tied lm_head."""
+    folder, files, shapes = Path(model_dir), {"model.safetensors"}, {}
+    if (index := folder / "model.safetensors.index.json").exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    try:
+        for file in sorted(files):
+            with safe_open(folder / file, framework="pt") as stored:
+                names = stored.keys()
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in names}
+        config = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise ValueError(f"{folder}: not a complete model folder ({error})") from None
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def start_vllm(model_dir: str | Path, **arguments):
+    """LLM(...), undoing what it does to the whole process: it reseeds every generator and, on a
+    CPU, overwrites LOCAL_WORLD_SIZE and turns torch.set_num_threads into a no-op."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # sync hands over a generator as it is
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, ranks_here = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE", "1")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ValueError(f"vLLM is not usable ({error}); see requirements.txt") from None
+        llm = LLM(str(model_dir), **arguments)  # read against vLLM 0.30.0
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_num_threads, os.environ["LOCAL_WORLD_SIZE"] = set_num_threads, ranks_here
+    # The CPU backend names its shared memory alike in every run. By now all ranks have joined it;
+    # without the name it ends with the process and is in nobody's way.
+    for segment in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        segment.unlink(missing_ok=True)  # read against vLLM 0.30.0
+    return llm
+
+
+def device_arguments(dtype: str, max_model_len: int, gpu_memory: float, kv_cache_gb: float) -> dict:
+    """The arguments of LLM() that differ between CUDA and CPU. Read against vLLM 0.30.0."""
+    if not torch.cuda.is_available():
+        # A seeded request whose prompt is cut into chunks crashes on a CPU ("CPU Generator does
+        # not use offset"). Without chunking the token budget must hold the longest sequence.
+        arguments = {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
+        arguments["max_num_batched_tokens"] = max(max_model_len, 8192)
+        return arguments | {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30)}
+    arguments = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
+    # Other backends rebuild their kernels on a reload and lose CUDA graphs or the route capture.
+    arguments |= {"moe_backend": "triton", "max_num_batched_tokens": 16384}
+    if dtype == "fp8":  # the router stays bf16; activations are scaled per token, not per batch
+        arguments["quantization"] = "fp8_per_block"
+        arguments["quantization_config"] = {"ignore": ["*.mlp.gate"]}
+    return arguments
+
+
+def encode(model_dir: str | Path, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids by the folder's tokenizer, no chat template: an engine's size depends on them."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model_dir}: no usable tokenizer ({error})") from None
+    return [tokenizer.encode(text) for text in texts]
+
+
+def forget_packed(model: torch.nn.Module) -> None:
+    """Before a reload on a CPU, which otherwise leaves log-probs nats off, in silence: vLLM packs
+    expert weights when it makes their kernel, and while that exists later weights land unpacked in
+    its buffer; it packs a tied lm_head once and for all. Read against vLLM 0.30.0."""
+    for module in model.modules():
+        if type(module).__name__ == "RoutedExperts":
+            module.quant_method.moe_kernel = None
+        elif type(module).__name__ == "ParallelLMHead":
+            module.cpu_linear = F.linear  # on the live weight
+
+
+class Engine:
+    """The colocated vLLM engine: sync -> generate -> sleep -> (train) -> wake -> sync.
+
+    `dtype` is bf16, fp32, fp8 or int4; `gpu_memory` the share of a GPU for weights and KV cache,
+    free when this starts, so before the training states; `kv_cache_gb` counts on a CPU only. Under
+    torchrun it needs a process group, and tensor-parallel ranks make the same calls with the same
+    prompts and seeds. ValueError for a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        dtype: str = "bf16",
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        tensor_parallel: int = 1,
+        gpu_memory: float = 0.6,
+        kv_cache_gb: float = 1.0,
+        seed: int = 0,
+        routes: bool = True,
+    ):
+        world_size, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
+        if dtype not in ("bf16", "fp32", "fp8", "int4"):
+            raise ValueError(f"rollout dtype {dtype!r} is none of bf16, fp32, fp8, int4")
+        if world_size % tensor_parallel:
+            raise ValueError(f"rollout tp {tensor_parallel} does not divide {world_size} ranks")
+        if world_size > 1 and not torch.distributed.is_initialized():
+            raise ValueError("several ranks: call torch.distributed.init_process_group() first")
+        self.shapes, self.max_model_len = stored_shapes(model_dir), max_model_len
+        self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+        self.rounding = {"fp8": None if cuda else round_fp8, "int4": round_int4}.get(dtype)
+        self.asleep, self.broken = False, None
+        # Why generate() must wait for a sync; the weights it loads from the disk are not rounded.
+        self.stale = f"{dtype} is emulated by sync(): sync first" if self.rounding else None
+        self.llm = start_vllm(
+            model_dir,
+            dtype=self.dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            tensor_parallel_size=tensor_parallel,
+            # torchrun's own processes are the workers; one engine a tensor-parallel group.
+            distributed_executor_backend="external_launcher" if world_size > 1 else None,
+            seed=seed,
+            enable_prefix_caching=True,
+            enable_return_routed_experts=routes,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled
+            generation_config="vllm",  # the folder's EOS ids still stop, its temperature is ignored
+            use_tqdm_on_load=False,
+            **device_arguments(dtype, max_model_len, gpu_memory, kv_cache_gb),
+        )
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+        """theta -> theta_old: streams (HF name, full tensor) pairs in; returns (bytes, tensors).
+
+        Names and shapes must be exactly those of the model folder (vLLM skips a missing tensor in
+        silence), else RuntimeError. Part of the weights are new by then: the engine stops for good.
+        """
+        if self.broken:
+            raise RuntimeError(self.broken)
+        if self.asleep:
+            self.wake()
+        self.broken = "a weight sync stopped half-way: start a new engine (restart the run)"
+        if not torch.cuda.is_available():
+            self.llm.apply_model(forget_packed)  # read against vLLM 0.30.0
+        sent = []
+        arguments = {"weights_iterator": self._checked(weights, sent)}
+        # The one reload that repeats what loading did: fusing, packing, quantizing.
+        self.llm.collective_rpc("reload_weights", kwargs=arguments)  # read against vLLM 0.30.0
+        if self.asleep:  # only now, when the tensors in flight are gone
+            self.llm.wake_up(["kv_cache"])  # read against vLLM 0.30.0
+            self.asleep = False
+        # Cached blocks are the old weights'; False means that requests were running.
+        emptied = self.llm.reset_prefix_cache()  # read against vLLM 0.30.0
+        assert emptied is True, f"prefix cache not emptied: reset_prefix_cache() gave {emptied}"
+        self.broken = self.stale = None
+        return sum(sent), len(sent)
+
+    def _checked(self, weights: Iterable, sent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Casts, rounds, passes on; raises at the first tensor that is not the folder's."""
+        missing = dict(self.shapes)
+        for name, tensor in weights:
+            if name not in missing:
+                why = "was sent twice" if name in self.shapes else "is not in the model folder"
+                raise RuntimeError(f"weight sync: {name} {why}")
+            if (shape := tuple(tensor.shape)) != (stored := missing.pop(name)):
+                raise RuntimeError(f"weight sync: {name} has shape {shape}, not {stored}")
+            # Always a copy: vLLM keeps the tensors of a layer until the layer is complete.
+            tensor = tensor.detach().to(self.dtype, copy=True)
+            # Linear layers and experts, but not the router, embedding, head and norms.
+            if self.rounding and name.endswith("_proj.weight"):
+                tensor = self.rounding(tensor)
+            sent.append(tensor.numel() * tensor.element_size())
+            yield name, tensor
+        if missing:
+            raise RuntimeError(f"weight sync: {len(missing)} tensors not sent: {list(missing)[:3]}")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        seed: int | Sequence[int],
+        first_prompt: int = 0,
+    ) -> Rollout:
+        """G responses to each of P prompts (token ids). Equal weights and arguments, equal tokens.
+
+        `seed` may be a tuple (run, step). Engines that share a batch take the same seed and their own
+        `first_prompt`, from which seeds and group ids count. ValueError where a prompt and
+        max_new_tokens exceed max_model_len, RuntimeError without usable weights.
+        """
+        if self.broken or self.stale:
+            raise RuntimeError(self.broken or self.stale)
+        longest = max(map(len, prompts), default=0) + max_new_tokens
+        if longest > self.max_model_len:
+            raise ValueError(f"prompt + response may be {longest} long, not {self.max_model_len}")
+        from vllm import SamplingParams
+
+        # vLLM gives response g of a prompt the seed + g, so prompts are spaced by G. The hash keeps
+        # calls apart; 32 bits, since a CPU generator ignores the higher ones.
+        first_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        ids = range(first_prompt, first_prompt + len(prompts))
+        settings = {"n": group_size, "temperature": temperature, "top_p": top_p}
+        settings |= {"max_tokens": max_new_tokens, "detokenize": False}
+        settings |= {"logprobs": 0, "flat_logprobs": True}  # the sampled tokens' alone
+        params = [SamplingParams(**settings, seed=first_seed + i * group_size) for i in ids]
+        batch = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(batch, params, use_tqdm=False)  # read against vLLM 0.30.0
+        rows = [(output.prompt_token_ids, a) for output in outputs for a in output.outputs]
+        assert len(rows) == len(ids) * group_size, f"{len(rows)} responses to {len(ids)} prompts"
+        return Rollout(
+            tokens=[np.array([*prompt, *a.token_ids], np.int32) for prompt, a in rows],
+            prompt_lens=np.array([len(prompt) for prompt, _ in rows], np.int32),
+            logp_rollout=[sampled_logp(a) for _, a in rows],
+            routes=[a.routed_experts for _, a in rows],
+            truncated=np.array([a.finish_reason == "length" for _, a in rows], bool),
+            group_ids=np.repeat(np.array(ids, np.int32), group_size),
+            texts=[self.tokenizer.decode(a.token_ids, skip_special_tokens=True) for _, a in rows],
+        )
+
+    def sleep(self) -> None:
+        """Drops weights and KV cache (level 2) to make room for training."""
+        self.llm.sleep(level=2)  # read against vLLM 0.30.0
+        self.asleep, self.stale = True, "sleep() dropped the engine's weights: sync first"
+
+    def wake(self) -> None:
+        """Maps the weights' memory, after torch.cuda.empty_cache(); sync() does the rest."""
+        self.llm.wake_up(["weights"])  # read against vLLM 0.30.0
+
+    def close(self) -> None:
+        """Ends the engine; torch.distributed's process group is left to the trainer."""
+        self.llm.llm_engine.model_executor.shutdown()  # read against vLLM 0.30.0
+        self.llm, self.broken = None, "the engine is closed"
+
+
+def sampled_logp(answer) -> np.ndarray:
+    """(R,) float32 log-probs of the sampled tokens, NaN where vLLM gave None, NaN or -inf."""
+    flat = answer.logprobs
+    logp = np.array(flat.logprobs if flat else [None] * len(answer.token_ids), np.float32)
+    return np.where(np.isfinite(logp), logp, np.float32(np.nan))
+
+
+def load_data(path: str | Path) -> list[dict]:
+    """JSON lines with "prompt" and "answer", strings or numbers, returned as strings. A BOM, CRLF
+    and blank lines are fine; anything else is a ValueError with file and line."""
+    examples = []
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON in UTF-8 ({error})") from None
+        for key in ("prompt", "answer"):
+            value = example.get(key) if isinstance(example, dict) else None
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise ValueError(f"{path}:{number}: needs an object with {key!r}, string or number")
+            example[key] = str(value)
+        examples.append(example)
+    if not examples:
+        raise ValueError(f"{path}: no examples in it")
+    return examples
+
+
+def addition(n: int, seed: int, digits: int = 4) -> list[dict]:
+    """The built-in task: n sums of two uniform numbers, zero-padded. Same seed, same list."""
+    rng = random.Random(seed)
+    pairs = [(rng.randrange(10**digits), rng.randrange(10**digits)) for _ in range(n)]
+    return [
+        {"prompt": f"{a:0{digits}}+{b:0{digits}}=", "answer": f"{a + b:0{digits + 1}}"}
+        for a, b in pairs
+    ]
+
+
+def addition_reward(response: str, answer: str) -> float:
+    """1.0 if what follows the last "#" is the answer, digit for digit."""
+    _, mark, given = response.rpartition("#")
+    return float(mark == "#" and given.strip() == answer)
+
+
+def column_scratchpad(prompt: str) -> str:
+    """The worked response, columns from the right, a + b + carry = two digits: for 1234+5678= it is
+    "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912"."""
+    a, b = prompt.rstrip("=").split("+")
+    columns, carry, digits = [], 0, ""
+    for x, y in zip(reversed(a), reversed(b), strict=True):
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}+{carry}={total:02}")
+        carry, digits = total // 10, f"{total % 10}{digits}"
+    return " ".join([*columns, f"#{carry}{digits}"])
+
+
+def reward(response: str, answer: str) -> float:
+    """1.0 if the last \\boxed{...} of the response, else its last number, equals the answer, which is
+    bare LaTeX or a number. Over 300 characters, 3 CPU seconds or 4 GB to compare: 0.0."""
+    given, gold = final_answer(response), str(answer).strip().strip("$")
+    if not given or len(given) > 300:
+        return 0.0
+    return float(given == gold or equal(gold, given))
+
+
+def final_answer(response: str) -> str | None:
+    """What the last \\boxed{...} holds, or without any box the last number; None: it never closes."""
+    _, box, rest = response.rpartition("\\boxed{")
+    if not box:
+        number = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"
+        return (re.findall(number, response) or [None])[-1]
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return rest[: token.start()].strip().strip("$")
+    return None
+
+
+def grade_lines() -> None:
+    """The grader's process: a JSON pair (gold, given) per line in, 0 or 1 per line out."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    options = {"fallback_mode": "no_fallback", "parsing_timeout": 0}
+    for line in sys.stdin:
+        # CPU time, so that no verdict depends on how busy the machine is. Nothing handles the
+        # signal: it ends the process, even in the middle of one long multiplication.
+        signal.setitimer(signal.ITIMER_PROF, 3)
+        try:
+            # Both sides boxed: bare, 2\sqrt{3} could be read as 2, and 3,4 as 3.4.
+            boxes = [f"\\boxed{{{text}}}" for text in json.loads(line)]
+            gold, given = (parse(box, [LatexExtractionConfig()], **options) for box in boxes)
+            same = verify(gold, given, timeout_seconds=0)
+        except Exception:  # math-verify and sympy raise anything on odd expressions: not the same
+            same = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(int(same), flush=True)
+
+
+GRADING = threading.Lock()
+
+
+@functools.cache
+def grader() -> subprocess.Popen:
+    """The grader's process, from source: it imports sympy but neither torch nor vLLM."""
+    imports = "import json, resource, signal, sys\n"
+    program = f"{imports}{inspect.getsource(grade_lines)}grade_lines()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+
+
+def equal(gold: str, given: str) -> bool:
+    """math-verify's verdict, from any thread. In a process of its own since nothing else stops
+    10^{10^{10}}: its own limit is an alarm signal, for main threads and interruptible code."""
+    with GRADING:
+        process = grader()
+        print(json.dumps([gold, given]), file=process.stdin, flush=True)
+        verdict = process.stdout.readline()
+        if not verdict:  # dead: out of time and killed by the signal, or never started
+            process.communicate()
+            grader.cache_clear()
+            if process.returncode > 0:
+                raise ValueError("the math grader failed; is math-verify installed?")
+    return verdict == "1\n"

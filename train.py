@@ -1,0 +1,725 @@
+"""The loop: MiniRL (arXiv 2512.01374) on a Qwen3-MoE, with a vLLM engine in the same process.
+
+    each step   sync      theta -> theta_old: the weights stream into vLLM                Engine.sync
+                sample    G responses to each of P prompts, log mu_old, experts e_mu      sample
+                score     R(x, y); then the engine sleeps                                 sample
+                adv       A = R - mean of the group                                       group_advantages
+                old       log pi_old and e_pi_old, unless pi still is pi_old              old_logprobs
+                update    N times: log pi under replayed experts, MiniRL, clip, AdamW     update
+                log       a line, metrics.jsonl, samples.jsonl; evaluate and save if due  report
+
+One rank or many, it is the same path: Accelerate's FSDP2 shards each decoder layer; masters and Adam moments are fp32,
+compute is --precision. Each group of --rollout-tp ranks runs one engine, samples its share of the prompts and trains
+on what it sampled. Data order and sampling follow from (seed, step) alone, so a resumed run goes on as if never
+stopped.
+
+    python train.py --model runs/cold-start --out runs/mine                    # the toy, on a CPU
+    python train.py --model runs/cold-start --out runs/mine --resume auto      # go on after a stop
+    torchrun --nproc-per-node 2 train.py --model runs/cold-start --out runs/two
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
+from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+import loss
+import moe
+import replay
+import rollout
+
+
+@dataclass
+class Config:
+    """Every flag of train.py; the comment behind a field is its --help."""
+
+    model: str = "runs/cold-start"  # folder of a Qwen3-MoE checkpoint
+    data: str = "addition"  # JSONL file with a "prompt" and "answer" a line, or the task addition
+    eval_data: str = ""  # the same for evaluation; empty: none
+    out: str = "runs/run"  # folder of everything the run leaves
+    resume: str = ""  # "auto": the newest checkpoint in --out, if any; or a checkpoint folder
+    seed: int = 0  # of data order, sampling and evaluation
+    steps: int = 100  # rollout batches to train on
+    prompts_per_step: int = 32  # P, prompts in a rollout batch, over all ranks
+    group_size: int = 8  # G, responses to each prompt
+    max_new_tokens: int = 64  # longest response, in tokens
+    temperature: float = 1.0  # of sampling, and of the log-probs on both sides
+    rollout_dtype: Literal["auto", "bf16", "fp32", "fp8", "int4"] = "auto"  # auto: --precision
+    rollout_tp: int = 1  # ranks that share one vLLM engine (tensor parallel)
+    rollout_memory: float = 0.6  # share of each GPU's memory for vLLM while it is awake
+    objective: Literal["minirl", "grpo", "cispo"] = "minirl"  # loss.py
+    minibatches: int = 1  # N, gradient updates per rollout batch; 1 is on-policy
+    is_correction: bool = True  # weight pi/mu; without it pi/pi_old, ignoring the engines' gap
+    is_cap: float = 5.0  # largest importance weight of a token
+    clip: bool = True  # mask tokens that training has moved out of the trust region
+    eps_low: float = 0.2  # trust region of pi/pi_old below 1, for negative advantages
+    eps_high: float = 0.27  # and above 1, for positive ones
+    length_norm: bool = False  # divide each response's sum by its length (an ablation)
+    replay: Literal["none", "R2", "R3"] = "none"  # experts of pi: pi_old's (R2), vLLM's (R3)
+    lr: float = 5e-5  # of AdamW, constant after the warm-up; for a 30B model 1e-6 is usual
+    warmup_steps: int = 0  # updates over which the learning rate rises to it
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters and moments are fp32
+    micro_batch_tokens: int = 16384  # tokens in one forward and backward pass
+    activation_checkpointing: bool = False  # recompute layers in backward to save memory
+    hsdp_replicas: int = 1  # copies of the sharded model, such as one per node
+    eval_every: int = 0  # steps between evaluations (0: one at the end)
+    eval_samples: int = 4  # k, responses to each problem of --eval-data
+    save_every: int = 0  # steps between checkpoints (0: one at the end)
+    keep: int = 2  # newest checkpoints that stay on disk
+    log_with: Literal["none", "tensorboard", "wandb"] = "none"  # Accelerate tracker besides files
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.precision if self.rollout_dtype == "auto" else self.rollout_dtype
+
+    @classmethod
+    def from_flags(cls, argv: list[str] | None = None) -> "Config":
+        """The fields as command-line flags: --prompts-per-step 8, --clip / --no-clip."""
+        parser = argparse.ArgumentParser("train.py", description=__doc__.splitlines()[0])
+        parser.error = fail
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+        for f in dataclasses.fields(cls):
+            kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
+            kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+            text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
+            parser.add_argument(flag(f.name), default=f.default, help=text, **kind)
+        return cls(**vars(parser.parse_args(argv)))
+
+    def check(self, ranks: int) -> None:
+        """ValueError, naming the flag, for values and combinations that make no sense."""
+
+        def need(fine: object, name: str, message: str) -> None:
+            if not fine:
+                raise ValueError(f"{flag(name)} {getattr(self, name)}: {message}")
+
+        for f in dataclasses.fields(self):
+            least = LEAST.get(f.name, 1)
+            if f.type is int and f.name != "seed":
+                need(getattr(self, f.name) >= least, f.name, f"must be at least {least}")
+            if f.type is float:
+                need(0 < getattr(self, f.name) < math.inf, f.name, "must be a positive number")
+        need(self.eps_low <= 1, "eps_low", "must be at most 1")
+        need(
+            self.prompts_per_step % self.minibatches == 0,
+            "minibatches",
+            "does not divide --prompts-per-step",
+        )
+        need(
+            ranks % self.rollout_tp == 0,
+            "rollout_tp",
+            f"does not divide the number of ranks, {ranks}",
+        )
+        need(
+            ranks % self.hsdp_replicas == 0,
+            "hsdp_replicas",
+            f"does not divide the number of ranks, {ranks}",
+        )
+        engines = ranks // self.rollout_tp
+        need(
+            self.prompts_per_step >= engines,
+            "prompts_per_step",
+            f"must be at least one for each of {engines} engines",
+        )
+        need(not self.eval_every or self.eval_data, "eval_every", "needs --eval-data")
+        need(self.seed >= 0, "seed", "must not be negative")
+        for name in ("clip", "is_correction", "length_norm"):
+            fine = self.objective == "minirl" or getattr(self, name) == getattr(Config, name)
+            need(fine, name, f"is an ablation of minirl, not of {self.objective}")
+
+
+LEAST = {
+    "group_size": 2,
+    "eval_every": 0,
+    "save_every": 0,
+    "warmup_steps": 0,
+}  # of an int flag; else 1
+
+
+def flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def fail(message: object) -> None:
+    """A user's mistake: one line, exit code 2."""
+    print(f"train.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# --- the loop
+
+
+def train(
+    c: Config, acc: Accelerator, config: moe.MoEConfig, data: list[dict], held_out: list[dict]
+) -> None:
+    engine = make_engine(c, acc, data + held_out)  # first: vLLM measures how much memory is free
+    model, optimizer = make_model(c, config, acc)
+    begin, seconds = resume(model, optimizer, c, acc), defaultdict(float)
+    announce(model, c, acc)
+    bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
+    for step in bar:
+        examples = pick(data, step, c)
+        with phase(seconds, "sync"):
+            engine.sync(moe.hf_weights(model))  # theta -> theta_old
+        with phase(seconds, "rollout"):
+            batch = sample(engine, examples, c.group_size, c, acc, (c.seed, step))  # y ~ mu_old, R
+            engine.sleep()
+        batch, dropped = usable(batch, config)
+        adv = advantages(batch, c)
+        minibatches = split(batch, adv, c, acc)
+        with phase(seconds, "old"):
+            for micro in chain(*(m.micro for m in minibatches[1:])):  # in the first, pi is pi_old
+                old_logprobs(model, micro, c)
+        with phase(seconds, "update"):
+            for n, minibatch in enumerate(minibatches):
+                update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
+        if held_out and due(c.eval_every, step, c):
+            with phase(seconds, "eval"):
+                engine.sync(moe.hf_weights(model))
+                evaluate(engine, held_out, step + 1, c, acc)
+                engine.sleep()
+        report(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
+        seconds.clear()
+        if due(c.save_every, step, c):
+            with phase(seconds, "save"):  # counted in the next step's line
+                save(step + 1, model, optimizer, c, acc)
+    export(model, c, acc)
+
+
+def due(every: int, step: int, c: Config) -> bool:
+    return step + 1 == c.steps or (every > 0 and (step + 1) % every == 0)
+
+
+@contextmanager
+def phase(seconds: dict[str, float], name: str):
+    begin = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds[name] += time.perf_counter() - begin
+
+
+# --- before the first step
+
+
+def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
+    """Model config, data and held-out data; all that can be wrong with flags and files shows here, before an engine starts."""
+    c.check(int(os.environ.get("WORLD_SIZE", 1)))
+    if not importlib.util.find_spec("vllm"):
+        raise ValueError("vLLM is not installed; launch/setup.sh installs it")
+    config = moe.MoEConfig.from_pretrained(c.model)
+    moe.check_weights(config, c.model)
+    encode = rollout.load_tokenizer(c.model).encode
+    room = config.max_position_embeddings - c.max_new_tokens
+    data = rollout.load_data(c.data, encode, room, c.seed)
+    held_out = rollout.load_data(c.eval_data, encode, room, c.seed + 1) if c.eval_data else []
+    out = Path(c.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").touch()
+    except OSError as error:
+        raise ValueError(f"--out {c.out}: cannot be written ({error.strerror})") from None
+    if not c.resume and (out / "metrics.jsonl").exists():
+        raise ValueError(
+            f"--out {c.out}: holds a run; go on with --resume auto, or take another folder"
+        )
+    return config, data, held_out
+
+
+def start(c: Config) -> Accelerator:
+    """Process group and Accelerator: FSDP2 on one rank as on many, on CUDA (NCCL) and on CPUs (gloo)."""
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:  # not under torchrun: a world of one rank, which needs no port
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    PartialState(cpu=not cuda)
+    # Without several GPUs, Accelerate 1.15 ignores an FSDP plugin and says nothing.
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    compute = {"bf16": torch.bfloat16, "fp32": torch.float32}[c.precision]
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Layer"],
+        cpu_ram_efficient_loading=False,  # it reads everything on rank 0; moe.load_weights does not
+        mixed_precision_policy=MixedPrecisionPolicy(compute, reduce_dtype=torch.float32),
+    )
+    shards = dist.get_world_size() // c.hsdp_replicas
+    layout = ParallelismConfig(dp_replicate_size=c.hsdp_replicas, dp_shard_size=shards)
+    return Accelerator(
+        cpu=not cuda,
+        fsdp_plugin=plugin,
+        parallelism_config=layout if c.hsdp_replicas > 1 else None,
+        log_with=None if c.log_with == "none" else c.log_with,
+        project_dir=c.out,
+    )
+
+
+def make_engine(c: Config, acc: Accelerator, data: list[dict]) -> rollout.Engine:
+    """One engine for each --rollout-tp ranks, which takes up to 256 sequences at once."""
+    prompts = -(-c.prompts_per_step * c.rollout_tp // acc.num_processes)
+    return rollout.Engine(
+        c.model,
+        dtype=c.engine_dtype,
+        max_model_len=max(len(e["tokens"]) for e in data) + c.max_new_tokens,
+        max_num_seqs=min(256, prompts * c.group_size),
+        tensor_parallel=c.rollout_tp,
+        gpu_memory=c.rollout_memory,
+        seed=c.seed,
+    )
+
+
+def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
+    """Model and AdamW. Built without storage, sharded, then filled: no rank ever holds the whole."""
+    with torch.device("meta"):
+        model = moe.MoETransformer(config, checkpointing=c.activation_checkpointing)
+    model = fsdp2_prepare_model(acc, model)
+    register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the head's weight for it
+    model.to_empty(device=acc.device)
+    moe.load_weights(model, c.model)
+    return model, torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
+
+
+def announce(model: moe.MoETransformer, c: Config, acc: Accelerator) -> None:
+    """The run's first line, and OUT/config.json: every flag, the versions and the commit."""
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "FSDP2 is off"
+    count, ranks = sum(p.numel() for p in model.parameters()), acc.num_processes
+    tokens = c.prompts_per_step * c.group_size * c.max_new_tokens
+    acc.print(
+        f"fsdp2 on {ranks} {acc.device.type} rank(s), {c.precision} compute, fp32 masters, {count:,} "
+        f"parameters; vLLM {rollout.describe(c.engine_dtype)}; up to {tokens:,} new tokens a step"
+    )
+    acc.init_trackers("minirl", config=vars(c))
+    if acc.is_main_process:
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
+        versions = {name: importlib.metadata.version(name) for name in names} | {
+            "vllm": rollout.version()
+        }
+        record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
+        (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+# --- sampling
+
+
+def pick(data: list[dict], step: int, c: Config) -> list[dict]:
+    """The P examples of a step: epochs shuffled by the seed, read one after the other."""
+    places = range(step * c.prompts_per_step, (step + 1) * c.prompts_per_step)
+    return [data[shuffled(len(data), c.seed, i // len(data))[i % len(data)]] for i in places]
+
+
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(n), n)
+
+
+def sample(engine, examples: list[dict], k: int, c: Config, acc, seed: tuple) -> rollout.Rollout:
+    """This engine's share of the examples, answered k times and rewarded; ids and seeds count over all engines."""
+    engines, this = acc.num_processes // c.rollout_tp, acc.process_index // c.rollout_tp
+    first, end = (len(examples) * i // engines for i in (this, this + 1))
+    prompts = [e["tokens"] for e in examples[first:end]]
+    sampling = {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
+    batch = engine.generate(prompts, k, seed=seed, first_prompt=first, **sampling)
+    grade = rollout.addition_reward if c.data == "addition" else rollout.reward
+    rewards = [
+        grade(y, examples[i]["answer"]) for y, i in zip(batch.texts, batch.group_ids, strict=True)
+    ]
+    return replace(batch, rewards=np.array(rewards, np.float32))
+
+
+def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollout, int]:
+    """The responses with sound log-probs and routes, routes laid on positions; and how many were dropped.
+
+    Raises RuntimeError when none is sound: then it is a setting and no accident.
+    """
+    lengths = [len(tokens) for tokens in batch.tokens]
+    routes, why = replay.align_and_check(
+        batch.routes, lengths, config.num_experts, config.dense_layers
+    )
+    sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
+    rows = [b for b in range(len(batch)) if sound[b] and routes[b] is not None]
+    if not rows:
+        raise RuntimeError(f"no response can be trained on: {why or 'log-probs are not finite'}")
+    return replace(batch, routes=routes).select(rows), len(batch) - len(rows)
+
+
+def advantages(batch: rollout.Rollout, c: Config) -> Tensor:
+    rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+    return loss.group_advantages(rewards, group_ids, std_norm=c.objective != "minirl")  # (B,)
+
+
+# --- training
+
+
+@dataclass
+class MicroBatch:
+    """B responses that pass through the model together; index t holds the quantity of token t."""
+
+    tokens: Tensor  # (B, T) int64, prompt + response
+    lengths: Tensor  # (B,) int64
+    mask: Tensor  # (B, T) bool, true on response tokens
+    logp_rollout: Tensor  # (B, T) fp32, log mu_old, 0 off the mask
+    adv: Tensor  # (B,) fp32
+    experts_rollout: Tensor  # (B, T, L, K) int16, e_mu
+    logp_old: Tensor | None = None  # (B, T) fp32, log pi_old
+    experts_old: Tensor | None = None  # (B, T, L, K) int16, e_pi_old
+
+
+@dataclass
+class MiniBatch:
+    """One gradient update: this rank's micro-batches, the whole's size over all ranks, and what was measured."""
+
+    micro: list[MicroBatch]
+    responses: int
+    tokens: int  # response tokens
+    loss: float = 0.0  # this rank's part
+    grad_norm: float = math.nan
+    measured: list[dict] = dataclasses.field(default_factory=list)  # one for each micro-batch
+
+
+def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> list[MiniBatch]:
+    """N mini-batches of whole groups, each cut into micro-batches of similar lengths.
+
+    A mini-batch is the same set of responses on any number of ranks. A rank with fewer micro-batches than another
+    gets empty ones, since each forward and backward pass is a collective.
+    """
+    mine = range(
+        acc.process_index % c.rollout_tp, len(batch), c.rollout_tp
+    )  # an engine's ranks share
+    minibatches = []
+    for n in range(c.minibatches):
+        rows = [b for b in mine if batch.group_ids[b] % c.minibatches == n]
+        micro = [
+            pack(batch, adv, part, acc.device) for part in fill(batch, rows, c.micro_batch_tokens)
+        ]
+        tokens = sum(len(batch.logp_rollout[b]) for b in rows)
+        sizes = torch.tensor(gather_object([(len(rows), tokens, len(micro))]))  # (ranks, 3)
+        blank = pack(batch, adv, [0], acc.device)
+        blank.mask = torch.zeros_like(blank.mask)
+        micro += [blank] * (int(sizes[:, 2].max()) - len(micro))
+        minibatches.append(MiniBatch(micro, *sizes[:, :2].sum(0).tolist()))
+    return minibatches
+
+
+def fill(batch: rollout.Rollout, rows: list[int], limit: int) -> list[list[int]]:
+    """Rows sorted by length, cut so that no part has more than `limit` tokens (or it is a single row)."""
+    parts, room = [], 0
+    for row in sorted(rows, key=lambda b: -len(batch.tokens[b])):
+        room -= len(batch.tokens[row])
+        if room < 0:
+            parts.append([])
+            room = limit - len(batch.tokens[row])
+        parts[-1].append(row)
+    return parts
+
+
+def pack(batch: rollout.Rollout, adv: Tensor, rows: list[int], device: torch.device) -> MicroBatch:
+    def pad(pieces: list[Tensor], value: float = 0) -> Tensor:
+        return pad_sequence(pieces, batch_first=True, padding_value=value).to(device)
+
+    starts = [int(batch.prompt_lens[b]) for b in rows]
+    tokens = [torch.from_numpy(batch.tokens[b]).long() for b in rows]
+    logp = [torch.from_numpy(batch.logp_rollout[b]) for b in rows]
+    return MicroBatch(
+        tokens=pad(tokens),
+        lengths=torch.tensor([len(t) for t in tokens], device=device),
+        mask=pad([torch.arange(len(t)) >= p for t, p in zip(tokens, starts, strict=True)]),
+        logp_rollout=pad([F.pad(z, (p, 0)) for z, p in zip(logp, starts, strict=True)]),
+        adv=adv[rows].to(device),
+        experts_rollout=pad([batch.routes[b] for b in rows], -1),
+    )
+
+
+def logprobs(
+    model, micro: MicroBatch, experts: Tensor | None, c: Config
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi and entropy of response tokens under these experts, two (B, T), 0 elsewhere; the router's own choice.
+
+    The hidden state of t - 1 predicts token t; only those of response tokens pass through the head.
+    """
+    hidden, live = model(micro.tokens, micro.lengths, experts, live=True)
+    at = micro.mask[:, 1:]  # (B, T - 1)
+    values = model.logprobs(hidden[:, :-1][at], micro.tokens[:, 1:][at], c.temperature)
+    blank = torch.zeros(micro.mask.shape, device=hidden.device)
+    logp, entropy = (blank.masked_scatter(micro.mask, v) for v in values)
+    return logp, entropy, live
+
+
+@torch.no_grad()
+def old_logprobs(model, micro: MicroBatch, c: Config) -> None:
+    """log pi_old and e_pi_old: the weights that sampled, in the training engine."""
+    experts = replay.routes_for_old(c.replay, micro.experts_rollout)
+    micro.logp_old, _, micro.experts_old = logprobs(model, micro, experts, c)
+
+
+def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Accelerator) -> None:
+    """One gradient update, the run's number-th; what it measures stays in the mini-batch.
+
+    In the first mini-batch of a step theta is theta_old: pi is pi_old, and recording it here saves a pass.
+    """
+    objective, counted = loss.OBJECTIVES[c.objective]
+    flags = {k: v for k, v in vars(c).items() if k in inspect.signature(objective).parameters}
+    for micro in batch.micro:
+        experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
+        logp, entropy, live = logprobs(model, micro, experts, c)
+        if number % c.minibatches == 0:
+            micro.logp_old, micro.experts_old = logp.detach(), live
+        policies, denom = (logp, micro.logp_old, micro.logp_rollout), getattr(batch, counted)
+        value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **flags)
+        # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
+        (value * acc.num_processes).backward()
+        batch.loss += float(value.detach())
+        batch.measured.append(measure(micro, logp.detach(), entropy, stats))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
+    batch.grad_norm = float(norm.full_tensor())
+    optimizer.param_groups[0]["lr"] = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(micro: MicroBatch, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
+    """What a step's line is made of, in forms that add up over micro-batches and ranks."""
+    used = F.pad(
+        micro.mask[:, 1:], (0, 1)
+    )  # inputs whose experts shaped a response token's log-prob
+    stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
+    gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
+    return {
+        "stats": {k: v.cpu() for k, v in stats.items()},
+        "gaps": gaps.tolist(),
+        "agreement": replay.agreement_counts(micro.experts_rollout, micro.experts_old, used).cpu(),
+    }
+
+
+# --- seeing
+
+
+def summarize(batch, adv, minibatches, dropped, c: Config, acc: Accelerator) -> dict:
+    """The step's metrics over all mini-batches and ranks. README's table says what each one means."""
+    response = zip(
+        batch.group_ids,
+        batch.rewards,
+        map(len, batch.logp_rollout),
+        batch.truncated,
+        adv.tolist(),
+        map(len, batch.tokens),
+        strict=True,
+    )
+    mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
+    parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
+    rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
+    group, reward, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
+    losses, norms, measured = zip(*sum(parts, []), strict=True)
+    measured = sum(measured, [])
+    gaps = sum((m["gaps"] for m in measured), [])
+    hits, out_of = sum(m["agreement"] for m in measured)
+    *agreement, flipped = (hits / out_of).tolist()
+    stats = loss.merge_stats([m["stats"] for m in measured])
+    return {
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(),
+        "length_mean": length.mean(),
+        "truncated_frac": truncated.mean(),
+        "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
+        "dropped_responses": sum(dropped) // c.rollout_tp,
+        **{k: float(v) for k, v in stats.items() if k != "tokens"},
+        "first_order_gap": float(np.median(gaps)),
+        "first_order_gap_max": max(gaps),
+        "routing_agreement": agreement,
+        "routing_flip_frac": flipped,
+        "grad_norm": float(np.mean(norms)),
+        "loss": sum(losses) / c.minibatches,
+        "rollout_tokens": int(length.sum()),
+        "train_tokens": int(tokens.sum()),
+    }
+
+
+def report(
+    step, examples, batch, adv, minibatches, dropped, seconds, c: Config, acc, bar: tqdm
+) -> None:
+    """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
+    m = {"step": step, **summarize(batch, adv, minibatches, dropped, c, acc), "lr": c.lr}
+    m["rollout_tokens_per_s"] = m["rollout_tokens"] / seconds["rollout"]
+    m["train_tokens_per_s"] = m["train_tokens"] / (seconds["old"] + seconds["update"])
+    m["seconds"] = {k: seconds[k] for k in ("sync", "rollout", "old", "update", "eval", "save")}
+    m["peak_memory_gb"] = peak_memory_gb()
+    acc.log({k: v for k, v in m.items() if isinstance(v, int | float)}, step=step)
+    if not acc.is_main_process:
+        return
+    append(Path(c.out) / "metrics.jsonl", m)
+    for g in sorted(set(batch.group_ids.tolist()))[:2]:
+        rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
+        for b in (rows[-1], rows[0]):
+            texts = {
+                "prompt": examples[g]["prompt"],
+                "response": batch.texts[b],
+                "answer": examples[g]["answer"],
+            }
+            append(
+                Path(c.out) / "samples.jsonl",
+                {"step": step, "reward": float(batch.rewards[b]), **texts},
+            )
+    line = "reward {reward_mean:.3f}  KL {kl_rollout_train:+.1e}  k3 {kl_rollout_train_k3:.1e}  entropy {entropy:.3f}"
+    line += "  flips {routing_flip_frac:6.1%}  length {length_mean:.0f}  tok/s {rollout_tokens_per_s:5.0f}"
+    bar.set_postfix_str(
+        "reward {reward_mean:.2f}, KL {kl_rollout_train:.0e}, {rollout_tokens_per_s:.0f} tok/s".format(
+            **m
+        )
+    )
+    clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
+    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
+
+
+def peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def append(path: Path, row: dict) -> None:
+    """One JSON line, flushed; NaN and infinity, which JSON lacks, become null."""
+    text = json.dumps(row, ensure_ascii=False)
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(re.sub(r"(?<=[:\[ ])(NaN|-?Infinity)(?=[,\]}])", "null", text) + "\n")
+
+
+def evaluate(engine, data: list[dict], step: int, c: Config, acc: Accelerator) -> None:
+    """k responses to each held-out problem -> a row of eval.jsonl. The seeds are the same at every step."""
+    k = c.eval_samples
+    batch = sample(engine, data, k, c, acc, (c.seed, 2**31))
+    mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
+    rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])
+    reward, length = np.array(rows).reshape(len(data), k, 2).transpose(2, 0, 1)  # (n, k) each
+    row = {
+        "step": step,
+        "n": len(data),
+        "k": k,
+        "avg_at_k": reward.mean(),
+        "pass_at_k": reward.max(1).mean(),
+    }
+    if acc.is_main_process:
+        append(Path(c.out) / "eval.jsonl", row | {"length_mean": length.mean()})
+        tqdm.write(
+            "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems".format(
+                **row
+            )
+        )
+
+
+# --- checkpoints
+
+
+def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:
+    """OUT/checkpoints/step-N, written beside and renamed, so that a folder of that name is complete."""
+    final = Path(c.out) / "checkpoints" / f"step-{step}"
+    part = final.with_suffix(".part")
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)
+    acc.wait_for_everyone()
+    if acc.is_main_process:
+        (part / "run.json").write_text(json.dumps({"step": step, "config": vars(c)}))
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+        for old in checkpoints(c)[: -c.keep]:
+            shutil.rmtree(old)
+    acc.wait_for_everyone()
+
+
+def checkpoints(c: Config) -> list[Path]:
+    """The complete checkpoints of this run, oldest first."""
+    found = (Path(c.out) / "checkpoints").glob("step-*")
+    return sorted((p for p in found if p.suffix != ".part"), key=lambda p: int(p.name[5:]))
+
+
+def resume(model, optimizer, c: Config, acc: Accelerator) -> int:
+    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with.
+
+    Rows of later steps leave metrics.jsonl: those steps are run again.
+    """
+    folder = (checkpoints(c) or [""])[-1] if c.resume == "auto" else c.resume
+    step = 0
+    if folder:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        step = json.loads((Path(folder) / "run.json").read_text())["step"]
+    for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+        path = Path(c.out) / name
+        if acc.is_main_process and path.exists():
+            kept = [
+                line
+                for line in path.read_text().splitlines()
+                if json.loads(line)["step"] < step + (name == "eval.jsonl")
+            ]
+            path.write_text("".join(f"{line}\n" for line in kept))
+    return step
+
+
+def export(model, c: Config, acc: Accelerator) -> None:
+    """OUT/hf, the folder that vLLM and transformers load, streamed a tensor at a time."""
+    final = Path(c.out) / "hf"
+    part = final.with_suffix(".part")
+    dtype = torch.float32 if c.precision == "fp32" else torch.bfloat16
+    moe.save_pretrained(model, part, dtype, like=c.model, write=acc.is_main_process)
+    if acc.is_main_process:
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+
+
+def main() -> None:
+    try:
+        c = Config.from_flags()
+        prepared = prepare(c)
+    except ValueError as error:
+        fail(error)
+    code = 1
+    try:
+        acc = start(c)
+        train(c, acc, *prepared)
+        acc.wait_for_everyone()
+        acc.end_training()  # trackers, process group
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit now and then aborts in gloo's threads
+
+
+if __name__ == "__main__":
+    main()
