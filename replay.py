@@ -67,6 +67,23 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
     return out
 
 
+def align_and_check(
+    records: list[np.ndarray | None], lengths: list[int], num_experts: int, dense_layers=()
+) -> tuple[list[Tensor | None], str]:
+    """Each response's record aligned, or None where it is missing or unsound; and what was wrong with the last such."""
+    aligned, why = [], ""
+    for record, length in zip(records, lengths, strict=True):
+        try:
+            if record is None:
+                raise ValueError("the engine returned no routes (enable_return_routed_experts)")
+            routes = align_routes(record, length, dense_layers)
+            check_routes(routes, num_experts)
+        except ValueError as error:
+            routes, why = None, str(error)
+        aligned.append(routes)
+    return aligned, why
+
+
 def check_routes(experts: Tensor, num_experts: int) -> None:
     """Raises ValueError unless every row of (..., K) is K different ids in 0 .. num_experts - 1, or all -1.
 

@@ -7,7 +7,7 @@ The life of a step, and what the accelerator holds in each phase beside the trai
               vLLM layer by layer, then the KV cache, full of old prefixes, is mapped and emptied
     generate  engine weights, KV cache. G responses y ~ mu_old to each of P prompts, with the
               log-probs mu_old(y_t) and the experts e_mu
-    sleep     CUDA graphs, buffers. Level 2: weights and KV cache are dropped, not copied to the host
+    sleep     CUDA graphs, buffers. Level 2: weights and KV cache are dropped, not kept on the host
     train     the same, gradients, activations. pi_old, then N updates of pi; the engine is idle
     wake      engine weights, mapped again with undefined content: only a sync may follow
 
@@ -23,17 +23,9 @@ sampling while training; expert parallelism. fp8 without CUDA, and int4 anywhere
 weights are rounded as they are sent, activations are not.
 """
 
-import functools
-import inspect
 import json
 import os
 import random
-import re
-import resource
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,6 +34,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch.nn.utils.rnn import pad_sequence
+
+from launch import grade
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +63,52 @@ class Rollout:
                 picked = [value[row] for row in rows]
                 values[name] = picked if isinstance(value, list) else np.array(picked, value.dtype)
         return Rollout(**values)
+
+    def parts(self, rows: Sequence[int], limit: int) -> list[list[int]]:
+        """Rows sorted by length, cut so that none has more than `limit` tokens (or it is one row)."""
+        parts, room = [], 0
+        for row in sorted(rows, key=lambda b: -len(self.tokens[b])):
+            room -= len(self.tokens[row])
+            if room < 0:
+                parts.append([])
+                room = limit - len(self.tokens[row])
+            parts[-1].append(row)
+        return parts
+
+    def pack(self, rows: Sequence[int], adv: torch.Tensor, device: torch.device) -> "MicroBatch":
+        """These rows, padded, on the device, with their advantages out of adv (B,). Routes must be
+        aligned. No rows give row 0 with nothing to learn: a pass that only takes part."""
+        mask_value, rows = bool(rows), rows or [0]
+
+        def pad(pieces: list, value: float = 0) -> torch.Tensor:
+            pieces = [torch.as_tensor(piece) for piece in pieces]
+            return pad_sequence(pieces, batch_first=True, padding_value=value).to(device)
+
+        lengths, starts = [len(self.tokens[b]) for b in rows], [self.prompt_lens[b] for b in rows]
+        logp = [np.pad(self.logp_rollout[b], (p, 0)) for b, p in zip(rows, starts, strict=True)]
+        mask = [np.arange(n) >= p for n, p in zip(lengths, starts, strict=True)]
+        return MicroBatch(
+            tokens=pad([self.tokens[b] for b in rows]).long(),
+            lengths=torch.tensor(lengths, device=device),
+            mask=pad(mask) & mask_value,
+            logp_rollout=pad(logp),
+            adv=adv[rows].to(device),
+            experts_rollout=pad([self.routes[b] for b in rows], -1),
+        )
+
+
+@dataclass
+class MicroBatch:
+    """B responses that pass through the model together; index t holds the quantity of token t."""
+
+    tokens: torch.Tensor  # (B, T) int64, prompt + response
+    lengths: torch.Tensor  # (B,) int64
+    mask: torch.Tensor  # (B, T) bool, true on response tokens
+    logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
+    adv: torch.Tensor  # (B,) fp32
+    experts_rollout: torch.Tensor  # (B, T, L, K) int16, e_mu
+    logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old, once it is known
+    experts_old: torch.Tensor | None = None  # (B, T, L, K) int16, e_pi_old, likewise
 
 
 def round_fp8(weight: torch.Tensor) -> torch.Tensor:
@@ -279,8 +320,8 @@ class Engine:
     ) -> Rollout:
         """G responses to each of P prompts (token ids). Equal weights and arguments, equal tokens.
 
-        `seed` may be a tuple (run, step). Engines that share a batch take the same seed and their own
-        `first_prompt`, from which seeds and group ids count. ValueError where a prompt and
+        `seed` may be a tuple (run, step). Engines that share a batch take the same seed, and each
+        its `first_prompt`, where seeds and group ids begin to count. ValueError where a prompt and
         max_new_tokens exceed max_model_len, RuntimeError without usable weights.
         """
         if self.broken or self.stale:
@@ -360,6 +401,19 @@ def load_data(path: str | Path) -> list[dict]:
     return examples
 
 
+def load_prompts(name: str, model_dir: str | Path, room: int, seed: int) -> list[dict]:
+    """Examples of a file, or of the task "addition", with "tokens"; prompts that do not fit into
+    `room` tokens are dropped and counted. ValueError if none is left."""
+    data = addition(4096, seed) if name == "addition" else load_data(name)
+    tokens = encode(model_dir, [example["prompt"] for example in data])
+    fit = [e | {"tokens": t} for e, t in zip(data, tokens, strict=True) if 0 < len(t) <= room]
+    if not fit:
+        raise ValueError(f"{name}: no prompt fits into {room} tokens beside a whole response")
+    if len(fit) < len(data):
+        print(f"{name}: {len(data) - len(fit)} of {len(data)} prompts do not fit, dropped")
+    return fit
+
+
 def addition(n: int, seed: int, digits: int = 4) -> list[dict]:
     """The built-in task: n sums of two uniform numbers, zero-padded. Same seed, same list."""
     rng = random.Random(seed)
@@ -389,71 +443,9 @@ def column_scratchpad(prompt: str) -> str:
 
 
 def reward(response: str, answer: str) -> float:
-    """1.0 if the last \\boxed{...} of the response, else its last number, equals the answer, which is
-    bare LaTeX or a number. Over 300 characters, 3 CPU seconds or 4 GB to compare: 0.0."""
-    given, gold = final_answer(response), str(answer).strip().strip("$")
+    """1.0 if the last \\boxed{...} of the response, else its last number, equals the answer (bare
+    LaTeX or a number) by math-verify. Over 300 characters, 3 CPU seconds or 4 GB to compare: 0.0."""
+    given, gold = grade.final_answer(response), str(answer).strip().strip("$")
     if not given or len(given) > 300:
         return 0.0
-    return float(given == gold or equal(gold, given))
-
-
-def final_answer(response: str) -> str | None:
-    """What the last \\boxed{...} holds, or without any box the last number; None: it never closes."""
-    _, box, rest = response.rpartition("\\boxed{")
-    if not box:
-        number = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"
-        return (re.findall(number, response) or [None])[-1]
-    depth = 1
-    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0:
-            return rest[: token.start()].strip().strip("$")
-    return None
-
-
-def grade_lines() -> None:
-    """The grader's process: a JSON pair (gold, given) per line in, 0 or 1 per line out."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    options = {"fallback_mode": "no_fallback", "parsing_timeout": 0}
-    for line in sys.stdin:
-        # CPU time, so that no verdict depends on how busy the machine is. Nothing handles the
-        # signal: it ends the process, even in the middle of one long multiplication.
-        signal.setitimer(signal.ITIMER_PROF, 3)
-        try:
-            # Both sides boxed: bare, 2\sqrt{3} could be read as 2, and 3,4 as 3.4.
-            boxes = [f"\\boxed{{{text}}}" for text in json.loads(line)]
-            gold, given = (parse(box, [LatexExtractionConfig()], **options) for box in boxes)
-            same = verify(gold, given, timeout_seconds=0)
-        except Exception:  # math-verify and sympy raise anything on odd expressions: not the same
-            same = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(int(same), flush=True)
-
-
-GRADING = threading.Lock()
-
-
-@functools.cache
-def grader() -> subprocess.Popen:
-    """The grader's process, from source: it imports sympy but neither torch nor vLLM."""
-    imports = "import json, resource, signal, sys\n"
-    program = f"{imports}{inspect.getsource(grade_lines)}grade_lines()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
-
-
-def equal(gold: str, given: str) -> bool:
-    """math-verify's verdict, from any thread. In a process of its own since nothing else stops
-    10^{10^{10}}: its own limit is an alarm signal, for main threads and interruptible code."""
-    with GRADING:
-        process = grader()
-        print(json.dumps([gold, given]), file=process.stdin, flush=True)
-        verdict = process.stdout.readline()
-        if not verdict:  # dead: out of time and killed by the signal, or never started
-            process.communicate()
-            grader.cache_clear()
-            if process.returncode > 0:
-                raise ValueError("the math grader failed; is math-verify installed?")
-    return verdict == "1\n"
+    return float(given == gold or grade.equal(gold, given))

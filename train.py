@@ -20,7 +20,6 @@ stopped.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -28,9 +27,7 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -52,14 +49,13 @@ from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import loss
 import moe
 import replay
 import rollout
+from launch.report import announce, append, report, rewind
 
 
 @dataclass
@@ -121,52 +117,31 @@ class Config:
 
     def check(self, ranks: int) -> None:
         """ValueError, naming the flag, for values and combinations that make no sense."""
-
-        def need(fine: object, name: str, message: str) -> None:
+        for f in dataclasses.fields(self):
+            value, least = getattr(self, f.name), LEAST.get(f.name, 1)
+            if (f.type is int and value < least) or (f.type is float and not value > 0):
+                least = f"at least {least}" if f.type is int else "positive"
+                raise ValueError(f"{flag(f.name)} {value}: must be {least}")
+        engines, ablation = ranks // self.rollout_tp, self.objective == "minirl"
+        for name, fine, message in (
+            (
+                "minibatches",
+                self.prompts_per_step % self.minibatches == 0,
+                "must divide --prompts-per-step",
+            ),
+            ("rollout_tp", ranks % self.rollout_tp == 0, f"must divide the {ranks} ranks"),
+            ("hsdp_replicas", ranks % self.hsdp_replicas == 0, f"must divide the {ranks} ranks"),
+            ("prompts_per_step", self.prompts_per_step >= engines, f"fewer than {engines} engines"),
+            ("eval_every", not self.eval_every or self.eval_data, "needs --eval-data"),
+            ("clip", self.clip or ablation, "is an ablation of minirl"),
+            ("is_correction", self.is_correction or ablation, "is an ablation of minirl"),
+            ("length_norm", not self.length_norm or ablation, "is an ablation of minirl"),
+        ):
             if not fine:
                 raise ValueError(f"{flag(name)} {getattr(self, name)}: {message}")
 
-        for f in dataclasses.fields(self):
-            least = LEAST.get(f.name, 1)
-            if f.type is int and f.name != "seed":
-                need(getattr(self, f.name) >= least, f.name, f"must be at least {least}")
-            if f.type is float:
-                need(0 < getattr(self, f.name) < math.inf, f.name, "must be a positive number")
-        need(self.eps_low <= 1, "eps_low", "must be at most 1")
-        need(
-            self.prompts_per_step % self.minibatches == 0,
-            "minibatches",
-            "does not divide --prompts-per-step",
-        )
-        need(
-            ranks % self.rollout_tp == 0,
-            "rollout_tp",
-            f"does not divide the number of ranks, {ranks}",
-        )
-        need(
-            ranks % self.hsdp_replicas == 0,
-            "hsdp_replicas",
-            f"does not divide the number of ranks, {ranks}",
-        )
-        engines = ranks // self.rollout_tp
-        need(
-            self.prompts_per_step >= engines,
-            "prompts_per_step",
-            f"must be at least one for each of {engines} engines",
-        )
-        need(not self.eval_every or self.eval_data, "eval_every", "needs --eval-data")
-        need(self.seed >= 0, "seed", "must not be negative")
-        for name in ("clip", "is_correction", "length_norm"):
-            fine = self.objective == "minirl" or getattr(self, name) == getattr(Config, name)
-            need(fine, name, f"is an ablation of minirl, not of {self.objective}")
 
-
-LEAST = {
-    "group_size": 2,
-    "eval_every": 0,
-    "save_every": 0,
-    "warmup_steps": 0,
-}  # of an int flag; else 1
+LEAST = {"group_size": 2, "seed": 0, "eval_every": 0, "save_every": 0, "warmup_steps": 0}  # else 1
 
 
 def flag(field: str) -> str:
@@ -236,16 +211,15 @@ def phase(seconds: dict[str, float], name: str):
 
 
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
-    """Model config, data and held-out data; all that can be wrong with flags and files shows here, before an engine starts."""
+    """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
     c.check(int(os.environ.get("WORLD_SIZE", 1)))
     if not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
     config = moe.MoEConfig.from_pretrained(c.model)
     moe.check_weights(config, c.model)
-    encode = rollout.load_tokenizer(c.model).encode
     room = config.max_position_embeddings - c.max_new_tokens
-    data = rollout.load_data(c.data, encode, room, c.seed)
-    held_out = rollout.load_data(c.eval_data, encode, room, c.seed + 1) if c.eval_data else []
+    data = rollout.load_prompts(c.data, c.model, room, c.seed)
+    held_out = rollout.load_prompts(c.eval_data, c.model, room, c.seed + 1) if c.eval_data else []
     out = Path(c.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -253,9 +227,7 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
     except OSError as error:
         raise ValueError(f"--out {c.out}: cannot be written ({error.strerror})") from None
     if not c.resume and (out / "metrics.jsonl").exists():
-        raise ValueError(
-            f"--out {c.out}: holds a run; go on with --resume auto, or take another folder"
-        )
+        raise ValueError(f"--out {c.out}: holds a run; add --resume auto or take another folder")
     return config, data, held_out
 
 
@@ -263,9 +235,8 @@ def start(c: Config) -> Accelerator:
     """Process group and Accelerator: FSDP2 on one rank as on many, on CUDA (NCCL) and on CPUs (gloo)."""
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # not under torchrun: a world of one rank, which needs no port
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     PartialState(cpu=not cuda)
     # Without several GPUs, Accelerate 1.15 ignores an FSDP plugin and says nothing.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -313,27 +284,6 @@ def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
     return model, torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
 
 
-def announce(model: moe.MoETransformer, c: Config, acc: Accelerator) -> None:
-    """The run's first line, and OUT/config.json: every flag, the versions and the commit."""
-    assert all(isinstance(p, DTensor) for p in model.parameters()), "FSDP2 is off"
-    count, ranks = sum(p.numel() for p in model.parameters()), acc.num_processes
-    tokens = c.prompts_per_step * c.group_size * c.max_new_tokens
-    acc.print(
-        f"fsdp2 on {ranks} {acc.device.type} rank(s), {c.precision} compute, fp32 masters, {count:,} "
-        f"parameters; vLLM {rollout.describe(c.engine_dtype)}; up to {tokens:,} new tokens a step"
-    )
-    acc.init_trackers("minirl", config=vars(c))
-    if acc.is_main_process:
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
-        versions = {name: importlib.metadata.version(name) for name in names} | {
-            "vllm": rollout.version()
-        }
-        record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
-        (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
 # --- sampling
 
 
@@ -356,9 +306,8 @@ def sample(engine, examples: list[dict], k: int, c: Config, acc, seed: tuple) ->
     sampling = {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
     batch = engine.generate(prompts, k, seed=seed, first_prompt=first, **sampling)
     grade = rollout.addition_reward if c.data == "addition" else rollout.reward
-    rewards = [
-        grade(y, examples[i]["answer"]) for y, i in zip(batch.texts, batch.group_ids, strict=True)
-    ]
+    answers = [examples[i]["answer"] for i in batch.group_ids]
+    rewards = [grade(y, a) for y, a in zip(batch.texts, answers, strict=True)]
     return replace(batch, rewards=np.array(rewards, np.float32))
 
 
@@ -387,24 +336,10 @@ def advantages(batch: rollout.Rollout, c: Config) -> Tensor:
 
 
 @dataclass
-class MicroBatch:
-    """B responses that pass through the model together; index t holds the quantity of token t."""
-
-    tokens: Tensor  # (B, T) int64, prompt + response
-    lengths: Tensor  # (B,) int64
-    mask: Tensor  # (B, T) bool, true on response tokens
-    logp_rollout: Tensor  # (B, T) fp32, log mu_old, 0 off the mask
-    adv: Tensor  # (B,) fp32
-    experts_rollout: Tensor  # (B, T, L, K) int16, e_mu
-    logp_old: Tensor | None = None  # (B, T) fp32, log pi_old
-    experts_old: Tensor | None = None  # (B, T, L, K) int16, e_pi_old
-
-
-@dataclass
 class MiniBatch:
     """One gradient update: this rank's micro-batches, the whole's size over all ranks, and what was measured."""
 
-    micro: list[MicroBatch]
+    micro: list[rollout.MicroBatch]
     responses: int
     tokens: int  # response tokens
     loss: float = 0.0  # this rank's part
@@ -413,10 +348,9 @@ class MiniBatch:
 
 
 def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> list[MiniBatch]:
-    """N mini-batches of whole groups, each cut into micro-batches of similar lengths.
+    """N mini-batches of whole groups, each cut into micro-batches: the same sets on any number of ranks.
 
-    A mini-batch is the same set of responses on any number of ranks. A rank with fewer micro-batches than another
-    gets empty ones, since each forward and backward pass is a collective.
+    A rank with fewer micro-batches than another gets empty ones, since each pass is a collective.
     """
     mine = range(
         acc.process_index % c.rollout_tp, len(batch), c.rollout_tp
@@ -424,49 +358,17 @@ def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> l
     minibatches = []
     for n in range(c.minibatches):
         rows = [b for b in mine if batch.group_ids[b] % c.minibatches == n]
-        micro = [
-            pack(batch, adv, part, acc.device) for part in fill(batch, rows, c.micro_batch_tokens)
-        ]
-        tokens = sum(len(batch.logp_rollout[b]) for b in rows)
-        sizes = torch.tensor(gather_object([(len(rows), tokens, len(micro))]))  # (ranks, 3)
-        blank = pack(batch, adv, [0], acc.device)
-        blank.mask = torch.zeros_like(blank.mask)
-        micro += [blank] * (int(sizes[:, 2].max()) - len(micro))
-        minibatches.append(MiniBatch(micro, *sizes[:, :2].sum(0).tolist()))
+        parts = batch.parts(rows, c.micro_batch_tokens)
+        mine_n = (len(rows), sum(len(batch.logp_rollout[b]) for b in rows), len(parts))
+        responses, tokens, passes = zip(*gather_object([mine_n]), strict=True)  # over ranks
+        parts += [[]] * (max(passes) - len(parts))
+        micro = [batch.pack(part, adv, acc.device) for part in parts]
+        minibatches.append(MiniBatch(micro, sum(responses), sum(tokens)))
     return minibatches
 
 
-def fill(batch: rollout.Rollout, rows: list[int], limit: int) -> list[list[int]]:
-    """Rows sorted by length, cut so that no part has more than `limit` tokens (or it is a single row)."""
-    parts, room = [], 0
-    for row in sorted(rows, key=lambda b: -len(batch.tokens[b])):
-        room -= len(batch.tokens[row])
-        if room < 0:
-            parts.append([])
-            room = limit - len(batch.tokens[row])
-        parts[-1].append(row)
-    return parts
-
-
-def pack(batch: rollout.Rollout, adv: Tensor, rows: list[int], device: torch.device) -> MicroBatch:
-    def pad(pieces: list[Tensor], value: float = 0) -> Tensor:
-        return pad_sequence(pieces, batch_first=True, padding_value=value).to(device)
-
-    starts = [int(batch.prompt_lens[b]) for b in rows]
-    tokens = [torch.from_numpy(batch.tokens[b]).long() for b in rows]
-    logp = [torch.from_numpy(batch.logp_rollout[b]) for b in rows]
-    return MicroBatch(
-        tokens=pad(tokens),
-        lengths=torch.tensor([len(t) for t in tokens], device=device),
-        mask=pad([torch.arange(len(t)) >= p for t, p in zip(tokens, starts, strict=True)]),
-        logp_rollout=pad([F.pad(z, (p, 0)) for z, p in zip(logp, starts, strict=True)]),
-        adv=adv[rows].to(device),
-        experts_rollout=pad([batch.routes[b] for b in rows], -1),
-    )
-
-
 def logprobs(
-    model, micro: MicroBatch, experts: Tensor | None, c: Config
+    model, micro: rollout.MicroBatch, experts: Tensor | None, c: Config
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log pi and entropy of response tokens under these experts, two (B, T), 0 elsewhere; the router's own choice.
 
@@ -481,7 +383,7 @@ def logprobs(
 
 
 @torch.no_grad()
-def old_logprobs(model, micro: MicroBatch, c: Config) -> None:
+def old_logprobs(model, micro: rollout.MicroBatch, c: Config) -> None:
     """log pi_old and e_pi_old: the weights that sampled, in the training engine."""
     experts = replay.routes_for_old(c.replay, micro.experts_rollout)
     micro.logp_old, _, micro.experts_old = logprobs(model, micro, experts, c)
@@ -512,7 +414,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     optimizer.zero_grad()
 
 
-def measure(micro: MicroBatch, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
+def measure(micro: rollout.MicroBatch, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
     """What a step's line is made of, in forms that add up over micro-batches and ranks."""
     used = F.pad(
         micro.mask[:, 1:], (0, 1)
@@ -526,96 +428,7 @@ def measure(micro: MicroBatch, logp: Tensor, entropy: Tensor, stats: loss.Stats)
     }
 
 
-# --- seeing
-
-
-def summarize(batch, adv, minibatches, dropped, c: Config, acc: Accelerator) -> dict:
-    """The step's metrics over all mini-batches and ranks. README's table says what each one means."""
-    response = zip(
-        batch.group_ids,
-        batch.rewards,
-        map(len, batch.logp_rollout),
-        batch.truncated,
-        adv.tolist(),
-        map(len, batch.tokens),
-        strict=True,
-    )
-    mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
-    parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
-    rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
-    group, reward, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
-    losses, norms, measured = zip(*sum(parts, []), strict=True)
-    measured = sum(measured, [])
-    gaps = sum((m["gaps"] for m in measured), [])
-    hits, out_of = sum(m["agreement"] for m in measured)
-    *agreement, flipped = (hits / out_of).tolist()
-    stats = loss.merge_stats([m["stats"] for m in measured])
-    return {
-        "reward_mean": reward.mean(),
-        "reward_std": reward.std(),
-        "length_mean": length.mean(),
-        "truncated_frac": truncated.mean(),
-        "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
-        "dropped_responses": sum(dropped) // c.rollout_tp,
-        **{k: float(v) for k, v in stats.items() if k != "tokens"},
-        "first_order_gap": float(np.median(gaps)),
-        "first_order_gap_max": max(gaps),
-        "routing_agreement": agreement,
-        "routing_flip_frac": flipped,
-        "grad_norm": float(np.mean(norms)),
-        "loss": sum(losses) / c.minibatches,
-        "rollout_tokens": int(length.sum()),
-        "train_tokens": int(tokens.sum()),
-    }
-
-
-def report(
-    step, examples, batch, adv, minibatches, dropped, seconds, c: Config, acc, bar: tqdm
-) -> None:
-    """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
-    m = {"step": step, **summarize(batch, adv, minibatches, dropped, c, acc), "lr": c.lr}
-    m["rollout_tokens_per_s"] = m["rollout_tokens"] / seconds["rollout"]
-    m["train_tokens_per_s"] = m["train_tokens"] / (seconds["old"] + seconds["update"])
-    m["seconds"] = {k: seconds[k] for k in ("sync", "rollout", "old", "update", "eval", "save")}
-    m["peak_memory_gb"] = peak_memory_gb()
-    acc.log({k: v for k, v in m.items() if isinstance(v, int | float)}, step=step)
-    if not acc.is_main_process:
-        return
-    append(Path(c.out) / "metrics.jsonl", m)
-    for g in sorted(set(batch.group_ids.tolist()))[:2]:
-        rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
-        for b in (rows[-1], rows[0]):
-            texts = {
-                "prompt": examples[g]["prompt"],
-                "response": batch.texts[b],
-                "answer": examples[g]["answer"],
-            }
-            append(
-                Path(c.out) / "samples.jsonl",
-                {"step": step, "reward": float(batch.rewards[b]), **texts},
-            )
-    line = "reward {reward_mean:.3f}  KL {kl_rollout_train:+.1e}  k3 {kl_rollout_train_k3:.1e}  entropy {entropy:.3f}"
-    line += "  flips {routing_flip_frac:6.1%}  length {length_mean:.0f}  tok/s {rollout_tokens_per_s:5.0f}"
-    bar.set_postfix_str(
-        "reward {reward_mean:.2f}, KL {kl_rollout_train:.0e}, {rollout_tokens_per_s:.0f} tok/s".format(
-            **m
-        )
-    )
-    clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
-    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
-
-
-def peak_memory_gb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def append(path: Path, row: dict) -> None:
-    """One JSON line, flushed; NaN and infinity, which JSON lacks, become null."""
-    text = json.dumps(row, ensure_ascii=False)
-    with open(path, "a", encoding="utf-8") as f:
-        f.write(re.sub(r"(?<=[:\[ ])(NaN|-?Infinity)(?=[,\]}])", "null", text) + "\n")
+# --- evaluation and checkpoints
 
 
 def evaluate(engine, data: list[dict], step: int, c: Config, acc: Accelerator) -> None:
@@ -641,9 +454,6 @@ def evaluate(engine, data: list[dict], step: int, c: Config, acc: Accelerator) -
         )
 
 
-# --- checkpoints
-
-
 def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:
     """OUT/checkpoints/step-N, written beside and renamed, so that a folder of that name is complete."""
     final = Path(c.out) / "checkpoints" / f"step-{step}"
@@ -667,10 +477,7 @@ def checkpoints(c: Config) -> list[Path]:
 
 
 def resume(model, optimizer, c: Config, acc: Accelerator) -> int:
-    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with.
-
-    Rows of later steps leave metrics.jsonl: those steps are run again.
-    """
+    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with."""
     folder = (checkpoints(c) or [""])[-1] if c.resume == "auto" else c.resume
     step = 0
     if folder:
@@ -678,15 +485,8 @@ def resume(model, optimizer, c: Config, acc: Accelerator) -> int:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         step = json.loads((Path(folder) / "run.json").read_text())["step"]
-    for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
-        path = Path(c.out) / name
-        if acc.is_main_process and path.exists():
-            kept = [
-                line
-                for line in path.read_text().splitlines()
-                if json.loads(line)["step"] < step + (name == "eval.jsonl")
-            ]
-            path.write_text("".join(f"{line}\n" for line in kept))
+    if acc.is_main_process:
+        rewind(Path(c.out), step)
     return step
 
 

@@ -1,0 +1,183 @@
+"""Makes the embedded toy: a 1.8M-parameter Qwen3-MoE that adds well when greedy and is right half the time when sampled.
+
+    python launch/cold_start.py --out runs/cold-start
+
+Hardware: 2 CPU cores. 60 s, 1 GB. Expected: loss 0.059 nats a token, greedy 1.00, reward 0.50 at temperature 1.
+Last run 2026-11-30.
+
+The demonstrations write 1234+5678= out as "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912", columns a + b + carry from the
+right, then the answer. In each column the demonstrator errs with probability r = --error-rate: it flips the carry or is
+off by one, and copies what it wrote into the answer. A model that has learned them puts 1 - r on each right column, so
+its greedy answer is right and a sampled one with probability (1 - r)^4. Policy gradient has those errors to remove.
+
+The folder is an ordinary checkpoint; a character's token is its ASCII code, so any English text can be a prompt. It
+is made once: a second call with the same settings, code and torch leaves it alone. The same seed gives the same bits.
+"""
+
+import argparse
+import hashlib
+import inspect
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+# Threads that wait by spinning for long (the default) take 20 times longer when another job shares the cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch loads
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from tqdm import trange
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from moe import MoEConfig, MoETransformer, save_pretrained
+from rollout import addition, column_scratchpad
+
+SPECIAL = {"pad": 0, "eos": 1, "unk": 2}  # control codes, which no text holds
+ENDS = {"eos_token_id": SPECIAL["eos"], "pad_token_id": SPECIAL["pad"]}
+# fmt: off
+CONFIG = ENDS | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float32",
+    "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 10000.0,
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 512,
+}
+# fmt: on
+BATCH, PEAK_LR, INIT_STD = 64, 3e-3, 0.04
+
+
+def columns(prompt: str, error_rate: float, rng: random.Random) -> str:
+    """rollout.column_scratchpad with errors: half of them a flipped carry, half a sum that is off by one."""
+    a, b = prompt.rstrip("=").split("+")
+    written, carry, digits = [], 0, ""
+    for x, y in zip(reversed(a), reversed(b), strict=True):
+        kind = rng.choice(("carry", "sum")) if rng.random() < error_rate else None
+        carry = 1 - carry if kind == "carry" else carry
+        total = int(x) + int(y) + carry
+        if kind == "sum":  # and stays within 00 and 19
+            total += {0: 1, 19: -1}.get(total) or rng.choice((-1, 1))
+        written.append(f"{x}+{y}+{carry}={total:02}")
+        carry, digits = total // 10, f"{total % 10}{digits}"
+    return " ".join([*written, f"#{carry}{digits}"])
+
+
+STYLES = {"columns": columns}  # name -> (prompt, error rate, random numbers) -> flawed response
+
+
+def demonstrations(n: int, seed: int, error_rate: float, style: str) -> list[tuple[str, str]]:
+    """n pairs of prompt and flawed response, on problems that train.py's small seeds do not draw."""
+    rng = random.Random(seed)
+    prompts = [example["prompt"] for example in addition(n, 10**9 + seed)]
+    assert columns(prompts[0], 0.0, rng) == column_scratchpad(prompts[0]), prompts[0]
+    return [(prompt, STYLES[style](prompt, error_rate, rng)) for prompt in prompts]
+
+
+def to_tensors(pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs -> tokens (B, T), lengths (B,), mask (B, T), true on response tokens and EOS."""
+    rows = [(prompt + response).encode() + bytes([SPECIAL["eos"]]) for prompt, response in pairs]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([list(row.ljust(longest, bytes([SPECIAL["pad"]]))) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    starts = torch.tensor([len(prompt) for prompt, _ in pairs])
+    place = torch.arange(longest)
+    return tokens, lengths, (place >= starts[:, None]) & (place < lengths[:, None])
+
+
+def train(pairs: list[tuple[str, str]], seed: int, steps: int) -> tuple[MoETransformer, float]:
+    """One pass of AdamW over the pairs in fp32 -> model and the mean loss of the last tenth, nats per response token."""
+    torch.set_num_threads(2)  # sums depend on how they are split: whatever the machine has
+    torch.use_deterministic_algorithms(True)
+    model = MoETransformer(MoEConfig.from_dict(CONFIG)).init_weights(seed, INIT_STD)
+    optimizer = torch.optim.AdamW(model.parameters(), PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for step in (bar := trange(steps, desc="cold start", mininterval=1.0)):
+        tokens, lengths, mask = to_tensors(pairs[step * BATCH : (step + 1) * BATCH])
+        hidden, _ = model(tokens, lengths)
+        logp, _ = model.logprobs(hidden[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+        loss = -logp.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        warm_up, cosine = 10 * (step + 1) / steps, (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = PEAK_LR * min(warm_up, cosine)
+        optimizer.step()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    last = losses[-max(1, steps // 10) :]
+    return model, sum(last) / len(last)
+
+
+def write_tokenizer(out: Path) -> None:
+    """One token a character, its id the ASCII code; anything else is unk."""
+    special = {f"<{name}>": i for name, i in SPECIAL.items()}
+    vocab = special | {chr(i): i for i in range(3, 128)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token="<unk>"))  # no merges: characters
+    tokenizer.decoder = decoders.Fuse()  # joins without spaces
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {f"{name}_token": f"<{name}>" for name in SPECIAL}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_folder(model: MoETransformer, out: Path, stamp: str) -> None:
+    """Writes beside `out` and renames: a run that is killed at any moment leaves no half-made `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as beside:
+        new = Path(beside) / "new"
+        save_pretrained(model, new)
+        write_tokenizer(new)
+        (new / "generation_config.json").write_text(json.dumps(ENDS, indent=2) + "\n")
+        (new / "cold_start.stamp").write_text(stamp)
+        if out.exists():
+            out.rename(Path(beside) / "old")
+        new.rename(out)
+
+
+def stamp_of(args: argparse.Namespace) -> str:
+    """Everything that the weights depend on, as text."""
+    files = [Path(__file__), Path(inspect.getfile(MoETransformer))]
+    code = b"".join(f.read_bytes() for f in files) + inspect.getsource(addition).encode()
+    made_with = {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()}
+    return json.dumps({k: v for k, v in vars(args).items() if k != "out"} | made_with, indent=2)
+
+
+def make(args: argparse.Namespace) -> str:
+    """The folder args.out, made unless it is there -> what to tell. ValueError names the flag that is wrong."""
+    began, out, stamp = time.time(), args.out.resolve(), stamp_of(args)
+    if args.steps < 1 or not 0 <= args.error_rate <= 1:
+        raise ValueError("--steps must be at least 1 and --error-rate between 0 and 1")
+    found = out / "cold_start.stamp"
+    if found.is_file() and found.read_text() == stamp:
+        return "already made with these settings, left alone"
+    if out.exists() and not found.is_file():
+        raise ValueError(f"--out {args.out}: exists, and is not a folder that cold_start.py made")
+    pairs = demonstrations(args.steps * BATCH, args.seed, args.error_rate, args.style)
+    model, loss = train(pairs, args.seed, args.steps)
+    write_folder(model, out, stamp)
+    size = sum(p.numel() for p in model.parameters())
+    return f"{size:,} parameters, {time.time() - began:.0f} s, loss {loss:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/cold-start"), help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and errors")
+    parser.add_argument("--steps", type=int, default=400, help=f"of {BATCH} demonstrations each")
+    parser.add_argument("--error-rate", type=float, default=0.16, help="errors per column")
+    parser.add_argument("--style", choices=STYLES, default="columns", help="of the scratchpad")
+    args = parser.parse_args()
+    try:
+        print(f"{args.out}: {make(args)}")
+    except ValueError as error:
+        print(f"cold_start.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

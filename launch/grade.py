@@ -1,0 +1,76 @@
+"""Is an answer right? The final answer of a response, and math-verify's verdict on it (used by rollout.reward).
+
+Run as a program it is the grader's own process: a JSON pair (gold, given) per line in, 0 or 1 per line out. A process,
+since nothing else stops 10^{10^{10}}: math-verify's own limit is an alarm signal, which works in main threads and in
+interruptible code only.
+"""
+
+import functools
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+
+def final_answer(response: str) -> str | None:
+    """What the last \\boxed{...} holds, None if it never closes; without a box the last number."""
+    _, box, rest = response.rpartition("\\boxed{")
+    if not box:
+        number = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"
+        return (re.findall(number, response) or [None])[-1]
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return rest[: token.start()].strip().strip("$")
+    return None
+
+
+GRADING = threading.Lock()
+
+
+@functools.cache
+def grader() -> subprocess.Popen:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, __file__], text=True, **pipes)
+
+
+def equal(gold: str, given: str) -> bool:
+    """math-verify's verdict, from any thread; False when it takes more than 3 CPU seconds or 4 GB."""
+    with GRADING:
+        process = grader()
+        print(json.dumps([gold, given]), file=process.stdin, flush=True)
+        verdict = process.stdout.readline()
+        if not verdict:  # dead: out of time and killed by the signal, or never started
+            process.communicate()
+            grader.cache_clear()
+            if process.returncode > 0:
+                raise ValueError("the math grader failed; is math-verify installed?")
+    return verdict == "1\n"
+
+
+def main() -> None:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    options = {"fallback_mode": "no_fallback", "parsing_timeout": 0}
+    for line in sys.stdin:
+        # CPU time, so that no verdict depends on how busy the machine is. Nothing handles the
+        # signal: it ends the process, even in the middle of one long multiplication.
+        signal.setitimer(signal.ITIMER_PROF, 3)
+        try:
+            # Both sides boxed: bare, 2\sqrt{3} could be read as 2, and 3,4 as 3.4.
+            boxes = [f"\\boxed{{{text}}}" for text in json.loads(line)]
+            gold, given = (parse(box, [LatexExtractionConfig()], **options) for box in boxes)
+            same = verify(gold, given, timeout_seconds=0)
+        except Exception:  # math-verify and sympy raise anything on odd expressions: not the same
+            same = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(int(same), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a step leaves behind: one line on the screen, a row of metrics.jsonl, a few samples (imported by train.py).
+
+Every number is the whole batch's, over all mini-batches, micro-batches and ranks. README's table defines each one.
+"""
+
+import importlib.metadata
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+import loss
+
+
+def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
+    """The run's first line, and OUT/config.json: every flag, the versions and the commit."""
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "FSDP2 is off"
+    count, ranks = sum(p.numel() for p in model.parameters()), acc.num_processes
+    tokens = c.prompts_per_step * c.group_size * c.max_new_tokens
+    rounded = c.engine_dtype == "int4" or (c.engine_dtype == "fp8" and acc.device.type != "cuda")
+    acc.print(
+        f"fsdp2 on {ranks} {acc.device.type} rank(s), {c.precision} compute, fp32 masters, {count:,} parameters; "
+        f"vLLM {c.engine_dtype}{' (emulated)' if rounded else ''}; up to {tokens:,} new tokens a step"
+    )
+    acc.init_trackers("minirl", config=vars(c))
+    if acc.is_main_process:
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
+        versions = {name: importlib.metadata.version(name) for name in names}
+        versions["vllm"] = sys.modules["vllm"].__version__  # its package has another name on a CPU
+        record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
+        (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def rewind(out: Path, step: int) -> None:
+    """Drops what the files say of `step` and later, before those steps are run again; a torn last line goes too."""
+    for name, first_gone in (
+        ("metrics.jsonl", step),
+        ("samples.jsonl", step),
+        ("eval.jsonl", step + 1),
+    ):
+        path = out / name
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [
+            line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_gone
+        ]
+        if len(kept) < len(lines):
+            path.write_text("".join(kept), encoding="utf-8")
+
+
+def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
+    """The step's metrics over all mini-batches and ranks. README's table says what each one means."""
+    response = zip(
+        batch.group_ids,
+        batch.rewards,
+        map(len, batch.logp_rollout),
+        batch.truncated,
+        adv.tolist(),
+        map(len, batch.tokens),
+        strict=True,
+    )
+    mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
+    parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
+    rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
+    group, reward, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
+    losses, norms, measured = zip(*sum(parts, []), strict=True)
+    measured = sum(measured, [])
+    gaps = sum((m["gaps"] for m in measured), [])
+    hits, out_of = sum(m["agreement"] for m in measured)
+    *agreement, flipped = (hits / out_of).tolist()
+    stats = loss.merge_stats([m["stats"] for m in measured])
+    return {
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(),
+        "length_mean": length.mean(),
+        "truncated_frac": truncated.mean(),
+        "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
+        "dropped_responses": sum(dropped) // c.rollout_tp,
+        **{k: float(v) for k, v in stats.items() if k != "tokens"},
+        "first_order_gap": float(np.median(gaps)),
+        "first_order_gap_max": max(gaps),
+        "routing_agreement": agreement,
+        "routing_flip_frac": flipped,
+        "grad_norm": float(np.mean(norms)),
+        "loss": sum(losses) / c.minibatches,
+        "rollout_tokens": int(length.sum()),
+        "train_tokens": int(tokens.sum()),
+    }
+
+
+def report(
+    step, examples, batch, adv, minibatches, dropped, seconds, c, acc: Accelerator, bar: tqdm
+) -> None:
+    """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
+    m = {"step": step, **summarize(batch, adv, minibatches, dropped, c, acc), "lr": c.lr}
+    m["rollout_tokens_per_s"] = m["rollout_tokens"] / seconds["rollout"]
+    m["train_tokens_per_s"] = m["train_tokens"] / (seconds["old"] + seconds["update"])
+    m["seconds"] = {k: seconds[k] for k in ("sync", "rollout", "old", "update", "eval", "save")}
+    m["peak_memory_gb"] = peak_memory_gb()
+    acc.log({k: v for k, v in m.items() if isinstance(v, int | float)}, step=step)
+    if not acc.is_main_process:
+        return
+    append(Path(c.out) / "metrics.jsonl", m)
+    for g in sorted(set(batch.group_ids.tolist()))[:2]:
+        rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
+        for b in (rows[-1], rows[0]):
+            texts = {
+                "prompt": examples[g]["prompt"],
+                "response": batch.texts[b],
+                "answer": examples[g]["answer"],
+            }
+            append(
+                Path(c.out) / "samples.jsonl",
+                {"step": step, "reward": float(batch.rewards[b]), **texts},
+            )
+    line = "reward {reward_mean:.3f}  KL {kl_rollout_train:+.1e}  k3 {kl_rollout_train_k3:.1e}  entropy {entropy:.3f}"
+    line += "  flips {routing_flip_frac:6.1%}  length {length_mean:.0f}  tok/s {rollout_tokens_per_s:5.0f}"
+    bar.set_postfix_str(
+        "reward {reward_mean:.2f}, KL {kl_rollout_train:.0e}, {rollout_tokens_per_s:.0f} tok/s".format(
+            **m
+        )
+    )
+    clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
+    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
+
+
+def peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def append(path: Path, row: dict) -> None:
+    """One JSON line, flushed; NaN and infinity, which JSON lacks, become null."""
+    text = json.dumps(row, ensure_ascii=False)
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(re.sub(r"(?<=[:\[ ])(NaN|-?Infinity)(?=[,\]}])", "null", text) + "\n")

@@ -1,0 +1,402 @@
+"""TRAPS: what breaks for people who do this job, each as a small input with its right value.
+
+The numbers are those of the list of public bug reports that this project keeps; the tests of moe.py hold 5, 7 and 10.
+"""
+
+from math import log
+
+import numpy as np
+import pytest
+import torch
+
+import loss
+import moe
+import replay
+import rollout
+import train
+
+OBJECTIVES = loss.OBJECTIVES
+
+
+def response_logp(model, tokens, lengths, mask, experts=None):
+    """log p of response tokens (B, T), 0 elsewhere: the hidden state of t - 1 predicts token t."""
+    hidden, _ = model(tokens, lengths, experts)
+    at = mask[:, 1:]
+    logp, _ = model.logprobs(hidden[:, :-1][at], tokens[:, 1:][at])
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# --- 1, 18: what is summed, and divided by what
+
+
+def test_loss_does_not_depend_on_the_split_by_hand():
+    """Trap 1: token losses [1] and [2, 2, 2], a mean over 2 responses, are 3.5 however they are split and padded.
+
+    Catches means per micro-batch (1/1 + 6/3 = 3, or their mean) and division by the responses at hand.
+    """
+    # pi = pi_old = mu, so every weight is 1 and with A = 1 a token's loss is -logp: (1 + 2 + 2 + 2) / 2 = 3.5
+    logp = torch.tensor([[0.0, -1.0, 0.0, 0.0], [0.0, -2.0, -2.0, -2.0]])
+    mask = logp < 0
+    for split in ([[0, 1]], [[1, 0]], [[0], [1]], [[1], [0]]):
+        total = 0.0
+        for rows in split:
+            width = int(mask[rows].sum(-1).max()) + 1
+            z, m = logp[rows, :width].clone().requires_grad_(), mask[rows, :width]
+            value, _ = loss.minirl_loss(
+                z, z.detach(), z.detach(), torch.ones(len(rows)), m, denom=2
+            )
+            value.backward()
+            assert torch.equal(z.grad, -0.5 * m)  # -A / denom on response tokens
+            total += float(value.detach())
+        assert total == 3.5, split
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_parameter_gradients_do_not_depend_on_the_split(tiny, name):
+    """Trap 1 through the model, for each objective: three ragged responses at once, in two parts, one by one, reversed.
+
+    Catches normalizers taken from the micro-batch, and anything in the model that sees its neighbours in the batch.
+    """
+    model = moe.load_pretrained(tiny(), dtype=torch.float64)  # so that rounding hides nothing
+    objective, counted = OBJECTIVES[name]
+    starts, lengths = torch.tensor([3, 2, 4]), torch.tensor([4, 9, 7])
+    tokens, place = torch.randint(2, 98, (3, 9)), torch.arange(9)
+    mask = (place >= starts[:, None]) & (place < lengths[:, None])
+    adv, shift = torch.tensor([1.0, -0.5, 0.7]), torch.randn(2, 3, 9) * 0.2
+    denom = {"responses": 3, "tokens": int(mask.sum())}[counted]
+    results = []
+    for split in ([[0, 1, 2]], [[0, 1], [2]], [[0], [1], [2]], [[2], [1, 0]]):
+        model.zero_grad()
+        total = 0.0
+        for rows in split:
+            T = int(lengths[rows].max())
+            m = mask[rows, :T]
+            logp = response_logp(model, tokens[rows, :T], lengths[rows], m)
+            old, mu = (logp.detach() + z[rows, :T] for z in shift)
+            value, _ = objective(logp, old, mu, adv[rows], m, denom=denom)
+            value.backward()
+            total += float(value.detach())
+        results.append((total, gradients(model)))
+    for total, grads in results[1:]:
+        assert abs(total - results[0][0]) < 1e-12
+        assert all((g - results[0][1][n]).abs().max() < 1e-12 for n, g in grads.items())
+    assert max(g.abs().max() for g in results[0][1].values()) > 1e-2
+
+
+def test_merged_statistics_are_those_of_the_whole():
+    """Trap 18: merged over uneven micro-batches, one without response tokens, Stats equal those of one pass over all.
+
+    Catches the last micro-batch's value, a mean of means ((.1 + .3) / 2 = .2 below) and a mean of maxima.
+    """
+    # |log pi_old - log mu|: .1 on one token, .3 on three. Mean (.1 + 3 * .3) / 4 = .25, largest .3
+    mu = torch.full((3, 4), -2.0)
+    old = mu + torch.tensor([[0, 0.1, 0, 0], [0, 0.3, 0.3, -0.3], [0, 9, 9, 9]])
+    logp = old + torch.tensor([[0, 0.5, 0, 0], [0, 0.0, 1.5, 0.2], [0, 0, 0, 0]])
+    mask = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    adv, entropy = torch.tensor([1.0, 1.0, -1.0]), torch.rand(3, 4)
+
+    def stats(rows):
+        z = [x[rows] for x in (logp, old, mu, adv, mask)]
+        _, of_loss = loss.minirl_loss(*z, denom=3)
+        return of_loss | loss.discrepancy_stats(old[rows], mu[rows], entropy[rows], mask[rows])
+
+    whole = stats([0, 1, 2])
+    assert abs(whole["logp_diff_mean"] - 0.25) < 1e-6 and abs(whole["logp_diff_max"] - 0.3) < 1e-6
+    for split in ([[0], [1], [2]], [[1], [0, 2]], [[2], [1, 0]]):
+        merged = loss.merge_stats([stats(rows) for rows in split])
+        assert merged.keys() == whole.keys()
+        for key, value in whole.items():
+            torch.testing.assert_close(
+                merged[key], value, rtol=1e-6, atol=1e-9, msg=f"{split} {key}"
+            )
+    # r_t = e^.5, 1, e^1.5, e^.2: two of four above 1.27; weights e^.6, e^.3, e^1.8, e^-.1: one above 5
+    assert (
+        whole["tokens"] == 4 and whole["clip_frac_high"] == 0.5 and whole["is_capped_frac"] == 0.25
+    )
+    empty = loss.merge_stats([stats([2])])
+    assert all(torch.isfinite(v) for v in empty.values())
+
+
+# --- 2, 3: what carries a gradient, and what must not
+
+
+def test_the_weight_carries_no_gradient():
+    """Trap 2: d loss / d logp is -w A / denom and nothing else, and mu and pi_old get no gradient at all.
+
+    Catches a missing stop-gradient: the derivative of w log pi would be w (1 + log pi), here of the other sign.
+    """
+    # pi = .5 and .4, pi_old = .5 and .4, mu = .25 and .5: w = 2 and .8; A = 3, denom = 2 -> -3 and -1.2
+    logp, old, mu = (
+        torch.tensor([z]).log().requires_grad_() for z in ([0.5, 0.4], [0.5, 0.4], [0.25, 0.5])
+    )
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    value, stats = loss.minirl_loss(logp, old, mu, torch.tensor([3.0]), mask, denom=2)
+    value.backward()
+    torch.testing.assert_close(logp.grad, torch.tensor([[-3.0, -1.2]]))
+    assert old.grad is None and mu.grad is None
+    assert not any(z.requires_grad for z in stats.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("junk", [float("-inf"), float("inf"), float("nan")])
+def test_nothing_at_masked_positions_is_ever_seen(name, junk):
+    """Trap 3: -inf, inf or NaN off the mask changes no loss, gradient or statistic.
+
+    Catches masking by multiplication, where 0 * inf is NaN, in forward and (behind torch.where) in backward.
+    """
+    torch.manual_seed(1)
+    mask = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
+    clean = [-torch.rand(2, 5) for _ in range(3)]
+    results = []
+    for fill in (0.0, junk):
+        logp, old, mu = (z.masked_fill(~mask, fill) for z in clean)
+        logp.requires_grad_()
+        entropy = torch.ones(2, 5).masked_fill(~mask, fill)
+        value, stats = OBJECTIVES[name][0](logp, old, mu, torch.tensor([1.0, -1.0]), mask, denom=2)
+        value.backward()
+        stats = stats | loss.discrepancy_stats(old, mu, entropy, mask)
+        gaps = (loss.first_order_gap, loss.sequence_weight, loss.token_weights)
+        others = [f(logp.detach(), mu, mask) for f in gaps]
+        results.append([value.detach(), logp.grad, *others, *(stats[k] for k in sorted(stats))])
+    assert all(torch.isfinite(z).all() for z in results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not results[1][1][~mask].any() and results[1][1][mask].any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_micro_batch_without_response_tokens(tiny, name):
+    """Trap 3 through the model: loss 0, and every parameter has a gradient, of zeros.
+
+    Catches 0 / 0, and a loss cut off from the parameters, on which an FSDP rank would wait for ever.
+    """
+    model = moe.load_pretrained(tiny())
+    tokens, lengths = torch.randint(2, 98, (2, 6)), torch.tensor([6, 3])
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    logp = response_logp(model, tokens, lengths, mask)
+    z = torch.zeros(2, 6)
+    value, stats = OBJECTIVES[name][0](logp, z, z, torch.ones(2), mask, denom=4)
+    value.backward()
+    assert value == 0 and all(torch.isfinite(s) for s in stats.values())
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def responses(**changes):
+    """Four sound responses of 3 tokens after a prompt of 2, as the engine would hand them over, with `changes`."""
+    rows = np.arange(4, dtype=np.uint8)[:, None, None]
+    record = np.concatenate([(rows + i) % 8 for i in range(2)], -1).repeat(
+        3, 1
+    )  # (4, L = 3, K = 2)
+    fields = {
+        "tokens": [np.arange(5, dtype=np.int32) + b for b in range(4)],
+        "prompt_lens": np.full(4, 2, np.int32),
+        "logp_rollout": [np.full(3, -1.0 - b, np.float32) for b in range(4)],
+        "routes": [record.copy() for _ in range(4)],
+        "truncated": np.zeros(4, bool),
+        "group_ids": np.array([0, 0, 1, 1], np.int32),
+        "texts": list("abcd"),
+        "rewards": np.array([1, 0, 1, 0], np.float32),
+    }
+    batch = rollout.Rollout(**fields)
+    for name, (row, value) in changes.items():
+        getattr(batch, name)[row] = value
+    return batch
+
+
+def spoiled(value, at=(1, 2)):
+    """The sound record with `value` in one row of one layer."""
+    record = responses().routes[0].astype(np.uint16)
+    record[at] = value
+    return record
+
+
+UNSOUND = {
+    "NaN from the engine": ("logp_rollout", np.array([-1, np.nan, -1], np.float32)),
+    "-inf from the engine": ("logp_rollout", np.array([-1, -np.inf, -1], np.float32)),
+    "no routes": ("routes", None),
+    "routes all zero": ("routes", np.zeros((4, 3, 2), np.uint8)),
+    "a layer never written": ("routes", spoiled(0, at=(slice(None), 1))),
+    "an id = num_experts": ("routes", spoiled([0, 8])),
+    "an id that int16 cannot hold": ("routes", spoiled([65535, 65535])),
+    "one expert twice": ("routes", spoiled([3, 3])),
+    "a row too few": ("routes", responses().routes[0][1:]),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_an_unsound_response_leaves_the_batch_and_is_counted(tiny, name):
+    """Traps 3, 6: response 1 of four is unsound: three remain, one is counted, and all four unsound is an error.
+
+    Catches a NaN turned into log-prob 0 (probability 1), a lost record trained on as expert 0, and rows that slip
+    against their rewards or groups when one is taken out.
+    """
+    config = moe.MoEConfig.from_pretrained(tiny())
+    field, value = UNSOUND[name]
+    batch, dropped = train.usable(responses(**{field: (1, value)}), config)
+    assert dropped == 1 and len(batch) == 3
+    assert batch.texts == ["a", "c", "d"] and batch.group_ids.tolist() == [0, 1, 1]
+    assert batch.rewards.tolist() == [1, 1, 0]
+    assert [float(z[0]) for z in batch.logp_rollout] == [-1, -3, -4]
+    everything = responses()
+    getattr(everything, field)[:] = [value] * 4
+    with pytest.raises((RuntimeError, ValueError), match=r"rout|expert|log-prob"):
+        train.usable(everything, config)
+
+
+# --- 4, 6: routes
+
+
+def test_row_i_of_the_record_belongs_to_input_i(tiny):
+    """Trap 4: prompt 5 + response 3 gives 7 rows. Row 4 is used at position 4 and moves the first response log-prob.
+
+    Catches routes shifted by one (row 4 at position 5 would leave token 5 alone), and a loss that reads position 7,
+    whose token was never fed back and has no record.
+    """
+    model = moe.load_pretrained(tiny())
+    E, L, K = 8, 3, 2
+    rows = torch.arange(7)[:, None, None]
+    record = torch.cat([(rows + k) % E for k in range(K)], -1).expand(7, L, K)
+    tokens, lengths = torch.randint(2, 98, (1, 8)), torch.tensor([8])
+    mask = (torch.arange(8) >= 5)[None]
+
+    def run(changed=None):
+        routed = record.numpy().astype(np.uint8)
+        if changed is not None and changed < 7:
+            routed[changed] = [6, 1] if changed != 6 else [3, 1]
+        experts = replay.align_routes(routed, 8)[None]
+        if changed == 7:
+            experts[0, 7] = torch.tensor([6, 1])
+        logp = response_logp(model, tokens, lengths, mask, experts)
+        return logp[0].detach(), model(tokens, lengths, experts)[1][0]
+
+    logp, used = run()
+    assert all(used[i, n].tolist() == [i % E, (i + 1) % E] for i in range(7) for n in range(L))
+    # Causal: row i moves the log-prob of token i + 1 and, through attention, of later tokens; never of token i
+    for row, moved in ((4, [5, 6, 7]), (5, [6, 7]), (6, [7]), (7, [])):
+        difference = (run(row)[0] - logp).abs()  # 1e-5 for rounding: groups of other sizes
+        assert (difference > 1e-5).nonzero()[:, 0].tolist() == moved, row
+    assert not torch.equal(run(7)[1][7], used[7])
+
+
+def test_align_routes_lays_the_record_on_positions():
+    """Trap 4, 6: 4 tokens have 3 rows; -1 on the last position and in dense layers; other lengths are errors.
+
+    Catches a record taken although it belongs to another response, and ids above 127 read as signed bytes.
+    """
+    record = np.arange(12, dtype=np.uint8).reshape(3, 2, 2) + 190
+    out = replay.align_routes(record, 4)
+    assert out.dtype == torch.int16 and torch.equal(out[:3], torch.from_numpy(record).short())
+    assert out[3].tolist() == [[-1, -1], [-1, -1]]
+    dense = replay.align_routes(record, 4, dense_layers=(0,))
+    assert dense[:, 0].unique().tolist() == [-1] and torch.equal(dense[:, 1], out[:, 1])
+    for length in (2, 3, 5, 0):
+        with pytest.raises(ValueError, match=f"for {length} tokens, expected {length - 1} rows"):
+            replay.align_routes(record, length)
+    with pytest.raises(ValueError, match=r"shape \(3, 2\)"):
+        replay.align_routes(record[..., 0], 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([[0, 1], [7, 3], [-1, -1]], None),
+        ([[-1, -1], [-1, -1]], None),
+        ([[5], [0], [0]], None),
+        ([[0, 1], [8, 3]], "0 to 8, the model has 0 to 7"),
+        ([[0, 1], [-1, 3]], "-1 to 3"),
+        ([[0, 1], [-2, -2]], "-2 to 1"),
+        ([[0, 1], [3, 3]], r"repeats in 1 rows, such as \[3, 3\]"),
+        ([[2, 1, 2], [2, 5, 2]], "repeats in 2 rows"),
+        ([[0, 1], [0, 0]], r"such as \[0, 0\]"),
+        ([[0, 0], [0, 0], [-1, -1]], "enable_return_routed_experts"),
+        ([[0], [0]], "enable_return_routed_experts"),
+    ],
+)
+def test_check_routes(rows, says):
+    """Trap 6: sound rows and rows of -1 pass; the rest is a ValueError that says what is wrong, or names the setting.
+
+    Catches a half-missing row, a repetition that is not adjacent, and a buffer that the engine never wrote.
+    """
+    experts = torch.tensor(rows, dtype=torch.int16)[None]  # (1, T, K)
+    if says is None:
+        replay.check_routes(experts, 8)
+    else:
+        with pytest.raises(ValueError, match=says):
+            replay.check_routes(experts, 8)
+
+
+A = [[[0, 1], [-1, -1], [2, 3]], [[1, 0], [-1, -1], [2, 3]], [[4, 5], [-1, -1], [-1, -1]]]
+B = [[[1, 0], [-1, -1], [2, 3]], [[1, 2], [-1, -1], [5, 3]], [[5, 4], [-1, -1], [6, 7]]]
+
+
+def test_routing_agreement_by_hand():
+    """Three tokens that count and two that do not, three layers, the second dense.
+
+    Catches comparing in order (vLLM's differs), counting -1 as agreement or as a flip, or tokens off the mask.
+    """
+    # layer 0: {0,1}={1,0}, {1,0}/{1,2}, {4,5}={5,4}: 2 of 3. layer 2: equal, {2,3}/{5,3}, no record in A: 1 of 2
+    # tokens with a differing layer: only the second, of 3
+    off = [[[0, 1]] * 3, [[6, 7]] * 3]
+    a, b = (torch.tensor([z], dtype=torch.int16) for z in (A + off, B + off[::-1]))
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()
+    shares, flipped = replay.routing_agreement(a, b, mask)
+    assert abs(shares[0] - 2 / 3) < 1e-12 and shares[1].isnan() and shares[2] == 0.5
+    assert abs(flipped - 1 / 3) < 1e-12
+    counts = replay.agreement_counts(a, b, mask)
+    assert counts.tolist() == [[2, 0, 1, 1], [3, 0, 2, 3]]
+    parts = sum(
+        replay.agreement_counts(a[:, i : i + 1], b[:, i : i + 1], mask[:, i : i + 1])
+        for i in range(5)
+    )
+    assert torch.equal(parts, counts)
+    assert replay.routing_agreement(a, a, mask)[1] == 0
+
+
+# --- 15, 17: advantages; the discrepancy
+
+
+def test_groups_are_told_apart_by_id():
+    """Trap 15: the same problem twice in one batch, G = 2, rewards [1, 0] and [1, 1]: .5 -.5 0 0, in any order.
+
+    Catches groups keyed by prompt text (.25 -.75 .25 .25), and groups assumed to be contiguous or numbered from 0.
+    """
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert loss.group_advantages(rewards, torch.tensor([0, 0, 1, 1])).tolist() == [0.5, -0.5, 0, 0]
+    mixed = loss.group_advantages(rewards[[0, 2, 1, 3]], torch.tensor([9, 4, 9, 4]))
+    assert mixed.tolist() == [0.5, 0, -0.5, 0]
+    # R = 1 0 0 0: mean 1/4, population variance (9/16 + 3 * 1/16) / 4 = 3/16, A / std = sqrt(3), -1 / sqrt(3)
+    alone = loss.group_advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4).int(), std_norm=True)
+    torch.testing.assert_close(alone, torch.tensor([3**0.5, *[-(3**-0.5)] * 3]))
+
+
+@pytest.mark.parametrize("std_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_rewards_give_exactly_zero(std_norm, dtype):
+    """Trap 17: 16 rewards of .35, a group of three of .1, a group of one. Catches a mean that rounds, divided by a
+    standard deviation that is all rounding: advantages of +-1 out of nothing."""
+    rewards = torch.tensor([0.35] * 16 + [0.1] * 3 + [0.7], dtype=dtype)
+    ids = torch.tensor([0] * 16 + [1] * 3 + [2])
+    adv = loss.group_advantages(rewards, ids, std_norm=std_norm)
+    assert adv.dtype == dtype and adv.tolist() == [0.0] * 20
+
+
+def test_kl_rollout_train_by_hand():
+    """KL[mu || pi_old] on tokens of mu: k1 and k3, response tokens only, finite when the engines disagree wildly.
+
+    Catches the other direction (of the other sign, and another k3) and a mean over padding.
+    """
+    # mu = .5 .25 .5, pi_old = .25 .25 .75, r = pi_old/mu = .5 1 1.5
+    mu, old = (
+        torch.tensor([[0.9, 0.5, 0.25, 0.5]]).log(),
+        torch.tensor([[0.1, 0.25, 0.25, 0.75]]).log(),
+    )
+    mask = torch.tensor([[0, 1, 1, 1]]).bool()
+    k1 = (log(2) + 0 - log(1.5)) / 3  # mean of -log r
+    k3 = ((0.5 - 1 + log(2)) + 0 + (1.5 - 1 - log(1.5))) / 3  # mean of r - 1 - log r
+    assert abs(loss.kl_rollout_train(mu, old, mask) - k1) < 1e-7
+    assert abs(loss.kl_rollout_train(mu, old, mask, estimator="k3") - k3) < 1e-7
+    for far in (-2000.0, 2000.0):
+        assert torch.isfinite(loss.kl_rollout_train(mu, mu + far, mask, "k3"))
