@@ -401,10 +401,10 @@ def load_data(path: str | Path) -> list[dict]:
     return examples
 
 
-def load_prompts(name: str, model_dir: str | Path, room: int, seed: int) -> list[dict]:
-    """Examples of a file, or of the task "addition", with "tokens"; prompts that do not fit into
+def load_prompts(name: str, model_dir: str | Path, room: int, seed: int, n=4096) -> list[dict]:
+    """Examples of a file, or n of the task "addition", with "tokens"; prompts that do not fit into
     `room` tokens are dropped and counted. ValueError if none is left."""
-    data = addition(4096, seed) if name == "addition" else load_data(name)
+    data = addition(n, seed) if name == "addition" else load_data(name)
     tokens = encode(model_dir, [example["prompt"] for example in data])
     fit = [e | {"tokens": t} for e, t in zip(data, tokens, strict=True) if 0 < len(t) <= room]
     if not fit:

@@ -39,6 +39,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # threads that spin for long stall shared cores
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -219,7 +221,7 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
     moe.check_weights(config, c.model)
     room = config.max_position_embeddings - c.max_new_tokens
     data = rollout.load_prompts(c.data, c.model, room, c.seed)
-    held_out = rollout.load_prompts(c.eval_data, c.model, room, c.seed + 1) if c.eval_data else []
+    held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, c.seed + 1, 256)
     out = Path(c.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -228,7 +230,7 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
         raise ValueError(f"--out {c.out}: cannot be written ({error.strerror})") from None
     if not c.resume and (out / "metrics.jsonl").exists():
         raise ValueError(f"--out {c.out}: holds a run; add --resume auto or take another folder")
-    return config, data, held_out
+    return config, data, held_out or []
 
 
 def start(c: Config) -> Accelerator:
