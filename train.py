@@ -346,6 +346,7 @@ class MiniBatch:
     tokens: int  # response tokens
     loss: float = 0.0  # this rank's part
     grad_norm: float = math.nan
+    lr: float = math.nan
     measured: list[dict] = dataclasses.field(default_factory=list)  # one for each micro-batch
 
 
@@ -411,7 +412,8 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
         batch.measured.append(measure(micro, logp.detach(), entropy, stats))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
     batch.grad_norm = float(norm.full_tensor())
-    optimizer.param_groups[0]["lr"] = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
+    batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
+    optimizer.param_groups[0]["lr"] = batch.lr
     optimizer.step()
     optimizer.zero_grad()
 

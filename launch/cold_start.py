@@ -1,17 +1,18 @@
-"""Makes the embedded toy: a 1.8M-parameter Qwen3-MoE that adds well when greedy and is right half the time when sampled.
+"""Makes the embedded toy: a 1.8M-parameter Qwen3-MoE that adds rightly when greedy and half the time when sampled.
 
     python launch/cold_start.py --out runs/cold-start
 
-Hardware: 2 CPU cores. 60 s, 1 GB. Expected: loss 0.059 nats a token, greedy 1.00, reward 0.50 at temperature 1.
-Last run 2026-11-30.
+Hardware: 2 CPU cores, 60 s, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00, and reward 0.50 at
+temperature 1. Last run 2026-11-30.
 
-The demonstrations write 1234+5678= out as "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912", columns a + b + carry from the
-right, then the answer. In each column the demonstrator errs with probability r = --error-rate: it flips the carry or is
-off by one, and copies what it wrote into the answer. A model that has learned them puts 1 - r on each right column, so
-its greedy answer is right and a sampled one with probability (1 - r)^4. Policy gradient has those errors to remove.
+The demonstrations write 1234+5678= out as "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912": columns a + b + carry from
+the right, then the answer. In each column the demonstrator errs with probability r = --error-rate: it flips the carry
+or is off by one, and copies what it wrote into the answer. A model that has learned this gives the right column
+probability 1 - r, so its greedy answer is right, and a sampled one with probability (1 - r)^4, 0.50 for r = 0.16.
+The errors are what policy gradient has to remove.
 
-The folder is an ordinary checkpoint; a character's token is its ASCII code, so any English text can be a prompt. It
-is made once: a second call with the same settings, code and torch leaves it alone. The same seed gives the same bits.
+The folder is an ordinary checkpoint, made once: a second call with the same settings, code and torch leaves it alone.
+A character's token is its ASCII code, so any plain text can be a prompt. The same seed gives the same bits.
 """
 
 import argparse
@@ -31,24 +32,25 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch loads
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from tqdm import trange
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from moe import MoEConfig, MoETransformer, save_pretrained
 from rollout import addition, column_scratchpad
 
-SPECIAL = {"pad": 0, "eos": 1, "unk": 2}  # control codes, which no text holds
-ENDS = {"eos_token_id": SPECIAL["eos"], "pad_token_id": SPECIAL["pad"]}
-# fmt: off
+PAD, EOS, UNK = 0, 1, 2  # control codes, which no text holds
+ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
 CONFIG = ENDS | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float32",
     "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 10000.0,
     "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 512,
-}
-# fmt: on
+}  # fmt: skip
 BATCH, PEAK_LR, INIT_STD = 64, 3e-3, 0.04
+STAMP = "cold_start.stamp"  # what the folder was made with
 
 
 def columns(prompt: str, error_rate: float, rng: random.Random) -> str:
@@ -69,58 +71,52 @@ def columns(prompt: str, error_rate: float, rng: random.Random) -> str:
 STYLES = {"columns": columns}  # name -> (prompt, error rate, random numbers) -> flawed response
 
 
-def demonstrations(n: int, seed: int, error_rate: float, style: str) -> list[tuple[str, str]]:
-    """n pairs of prompt and flawed response, on problems that train.py's small seeds do not draw."""
+def demonstrations(n: int, seed: int, error_rate: float, style: str) -> tuple[Tensor, int]:
+    """Prompt, flawed response, EOS, padding: tokens (n, T), and the length of the prompts, which all share it."""
     rng = random.Random(seed)
-    prompts = [example["prompt"] for example in addition(n, 10**9 + seed)]
+    problems = addition(n, 10**9 + seed)  # not those that train.py draws with a small seed
+    prompts = [problem["prompt"] for problem in problems]
     assert columns(prompts[0], 0.0, rng) == column_scratchpad(prompts[0]), prompts[0]
-    return [(prompt, STYLES[style](prompt, error_rate, rng)) for prompt in prompts]
+    texts = [prompt + STYLES[style](prompt, error_rate, rng) for prompt in prompts]
+    rows = [torch.tensor([*text.encode(), EOS]) for text in texts]
+    return pad_sequence(rows, batch_first=True, padding_value=PAD), len(prompts[0])
 
 
-def to_tensors(pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs -> tokens (B, T), lengths (B,), mask (B, T), true on response tokens and EOS."""
-    rows = [(prompt + response).encode() + bytes([SPECIAL["eos"]]) for prompt, response in pairs]
-    longest = max(map(len, rows))
-    tokens = torch.tensor([list(row.ljust(longest, bytes([SPECIAL["pad"]]))) for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    starts = torch.tensor([len(prompt) for prompt, _ in pairs])
-    place = torch.arange(longest)
-    return tokens, lengths, (place >= starts[:, None]) & (place < lengths[:, None])
-
-
-def train(pairs: list[tuple[str, str]], seed: int, steps: int) -> tuple[MoETransformer, float]:
-    """One pass of AdamW over the pairs in fp32 -> model and the mean loss of the last tenth, nats per response token."""
-    torch.set_num_threads(2)  # sums depend on how they are split: whatever the machine has
+def train(data: Tensor, prompt: int, seed: int) -> tuple[MoETransformer, float]:
+    """One pass over data (n, T) -> model and the mean loss of the last tenth, nats per response token."""
+    torch.set_num_threads(2)  # sums depend on how they are split: the same on every machine
     torch.use_deterministic_algorithms(True)
     model = MoETransformer(MoEConfig.from_dict(CONFIG)).init_weights(seed, INIT_STD)
-    optimizer = torch.optim.AdamW(model.parameters(), PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    losses = []
-    for step in (bar := trange(steps, desc="cold start", mininterval=1.0)):
-        tokens, lengths, mask = to_tensors(pairs[step * BATCH : (step + 1) * BATCH])
-        hidden, _ = model(tokens, lengths)
-        logp, _ = model.logprobs(hidden[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    losses, batches = [], data.split(BATCH)
+    for step, tokens in enumerate(bar := tqdm(batches, desc="cold start", mininterval=1.0)):
+        hidden, _ = model(tokens, lengths=(tokens != PAD).sum(1))
+        response = tokens[:, prompt:]
+        mask = response != PAD
+        logp, _ = model.logprobs(hidden[:, prompt - 1 : -1][mask], response[mask])
         loss = -logp.mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        warm_up, cosine = 10 * (step + 1) / steps, (1 + math.cos(math.pi * step / steps)) / 2
+        done = (step + 0.5) / len(batches)
+        warm_up, cosine = 10 * done, 0.5 + 0.5 * math.cos(math.pi * done)
         optimizer.param_groups[0]["lr"] = PEAK_LR * min(warm_up, cosine)
         optimizer.step()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    last = losses[-max(1, steps // 10) :]
+    last = losses[-len(losses) // 10 :]
     return model, sum(last) / len(last)
 
 
 def write_tokenizer(out: Path) -> None:
     """One token a character, its id the ASCII code; anything else is unk."""
-    special = {f"<{name}>": i for name, i in SPECIAL.items()}
+    special = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNK}
     vocab = special | {chr(i): i for i in range(3, 128)}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token="<unk>"))  # no merges: characters
     tokenizer.decoder = decoders.Fuse()  # joins without spaces
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(out / "tokenizer.json"))
-    settings = {f"{name}_token": f"<{name}>" for name in SPECIAL}
+    settings = {f"{token[1:-1]}_token": token for token in special}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -133,7 +129,7 @@ def write_folder(model: MoETransformer, out: Path, stamp: str) -> None:
         save_pretrained(model, new)
         write_tokenizer(new)
         (new / "generation_config.json").write_text(json.dumps(ENDS, indent=2) + "\n")
-        (new / "cold_start.stamp").write_text(stamp)
+        (new / STAMP).write_text(stamp)
         if out.exists():
             out.rename(Path(beside) / "old")
         new.rename(out)
@@ -142,23 +138,23 @@ def write_folder(model: MoETransformer, out: Path, stamp: str) -> None:
 def stamp_of(args: argparse.Namespace) -> str:
     """Everything that the weights depend on, as text."""
     files = [Path(__file__), Path(inspect.getfile(MoETransformer))]
-    code = b"".join(f.read_bytes() for f in files) + inspect.getsource(addition).encode()
+    code = b"".join(file.read_bytes() for file in files) + inspect.getsource(addition).encode()
     made_with = {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()}
-    return json.dumps({k: v for k, v in vars(args).items() if k != "out"} | made_with, indent=2)
+    return json.dumps(vars(args) | made_with | {"out": None}, indent=2)
 
 
 def make(args: argparse.Namespace) -> str:
-    """The folder args.out, made unless it is there -> what to tell. ValueError names the flag that is wrong."""
+    """Makes the folder args.out unless it is there -> what to tell. ValueError names the flag that is wrong."""
     began, out, stamp = time.time(), args.out.resolve(), stamp_of(args)
     if args.steps < 1 or not 0 <= args.error_rate <= 1:
-        raise ValueError("--steps must be at least 1 and --error-rate between 0 and 1")
-    found = out / "cold_start.stamp"
+        raise ValueError("--steps must be at least 1, --error-rate between 0 and 1")
+    found = out / STAMP
     if found.is_file() and found.read_text() == stamp:
         return "already made with these settings, left alone"
     if out.exists() and not found.is_file():
-        raise ValueError(f"--out {args.out}: exists, and is not a folder that cold_start.py made")
-    pairs = demonstrations(args.steps * BATCH, args.seed, args.error_rate, args.style)
-    model, loss = train(pairs, args.seed, args.steps)
+        raise ValueError(f"--out {args.out}: exists, and cold_start.py did not make it")
+    data = demonstrations(args.steps * BATCH, args.seed, args.error_rate, args.style)
+    model, loss = train(*data, args.seed)
     write_folder(model, out, stamp)
     size = sum(p.numel() for p in model.parameters())
     return f"{size:,} parameters, {time.time() - began:.0f} s, loss {loss:.4f}"

@@ -102,7 +102,11 @@ def report(
     step, examples, batch, adv, minibatches, dropped, seconds, c, acc: Accelerator, bar: tqdm
 ) -> None:
     """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
-    m = {"step": step, **summarize(batch, adv, minibatches, dropped, c, acc), "lr": c.lr}
+    m = {
+        "step": step,
+        **summarize(batch, adv, minibatches, dropped, c, acc),
+        "lr": minibatches[-1].lr,
+    }
     m["rollout_tokens_per_s"] = m["rollout_tokens"] / seconds["rollout"]
     m["train_tokens_per_s"] = m["train_tokens"] / (seconds["old"] + seconds["update"])
     m["seconds"] = {k: seconds[k] for k in ("sync", "rollout", "old", "update", "eval", "save")}

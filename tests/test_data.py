@@ -1,0 +1,214 @@
+"""Data and rewards: what a file may hold, the built-in task, and which answers count as equal."""
+
+import threading
+import time
+
+import pytest
+
+import rollout
+from launch import grade
+
+# --- files
+
+
+def write(tmp_path, content: bytes):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def test_a_file_from_another_system_reads_as_usual(tmp_path):
+    """Trap 13: BOM, CRLF, blank lines, a last line without an end; numbers become strings, other keys stay.
+
+    Catches a BOM taken for JSON, U+2028 inside a string taken for a line break, and answers that equal no string.
+    """
+    path = write(
+        tmp_path,
+        b'\xef\xbb\xbf{"prompt": "1+2=", "answer": 3, "level": 1}\r\n\r\n  \n'
+        b'{"prompt": "half\xe2\x80\xa8of 1", "answer": 0.5}\r\n{"prompt": 7, "answer": "\\\\pi"}',
+    )
+    assert rollout.load_data(path) == [
+        {"prompt": "1+2=", "answer": "3", "level": 1},
+        {"prompt": "half\u2028of 1", "answer": "0.5"},
+        {"prompt": "7", "answer": r"\pi"},
+    ]
+
+
+SOUND = b'{"prompt": "a", "answer": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (SOUND * 2 + b'{"prompt": "a", "ans\n' + SOUND, "data.jsonl:3: not JSON in UTF-8"),
+        (SOUND + b'\r\n{"prompt": "\xff", "answer": "b"}', "data.jsonl:3: not JSON in UTF-8"),
+        (SOUND + b'{"prompt": "a"}', "data.jsonl:2: needs an object with 'answer'"),
+        (SOUND + b'{"answer": "b"}', "data.jsonl:2: needs an object with 'prompt'"),
+        (SOUND + b'{"prompt": "a", "answer": null}', "data.jsonl:2: needs .*'answer'"),
+        (SOUND + b'{"prompt": "a", "answer": true}', "data.jsonl:2: needs .*'answer'"),
+        (SOUND + b'["a", "b"]', "data.jsonl:2: needs an object"),
+        (b"", "data.jsonl: no examples in it"),
+        (b"\r\n\n", "data.jsonl: no examples in it"),
+    ],
+)
+def test_a_broken_file_is_an_error_with_file_and_line(tmp_path, content, says):
+    """Trap 13. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
+    with pytest.raises(ValueError, match=says):
+        rollout.load_data(write(tmp_path, content))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    """A path that is missing or a folder is a ValueError that names it, as every mistake of a user."""
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+            rollout.load_data(path)
+
+
+def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys):
+    """Trap 13: of prompts of 0, 5, 6 and 9 characters (a token each) room for 5 leaves one, room for 6 two.
+
+    Catches an off-by-one at the limit, drops that nobody sees, and a run that starts with nothing left.
+    """
+    lines = [f'{{"prompt": "{"x" * n}", "answer": "{n}"}}\n' for n in (0, 5, 6, 9)]
+    path = str(write(tmp_path, "".join(lines).encode()))
+    # x is chr(120): after <pad>, <eos> and \n, 120 - 32 + 3 = 91
+    want = [{"prompt": "x" * n, "answer": str(n), "tokens": [91] * n} for n in (5, 6)]
+    assert rollout.load_prompts(path, tiny(), 5, seed=0) == want[:1]
+    assert "3 of 4 prompts do not fit, dropped" in capsys.readouterr().out
+    assert rollout.load_prompts(path, tiny(), 6, seed=0) == want
+    assert "2 of 4 prompts do not fit, dropped" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no prompt fits into 4 tokens"):
+        rollout.load_prompts(path, tiny(), 4, seed=0)
+
+
+# --- the built-in task
+
+
+def test_addition_is_a_function_of_its_seed(tiny):
+    """Same seed, same list, whatever was drawn before; sums are right and of fixed width, and both halves vary.
+
+    Catches a task drawn from the process's own generator, which differs between ranks and after a resume.
+    """
+    problems = rollout.addition(500, seed=3)
+    assert problems == rollout.addition(500, seed=3) != rollout.addition(500, seed=4)
+    assert problems[:100] == rollout.addition(100, seed=3)
+    for problem in problems + rollout.addition(50, seed=0, digits=2):
+        a, b = problem["prompt"].removesuffix("=").split("+")
+        assert len(a) == len(b) == len(problem["answer"]) - 1, problem
+        assert int(a) + int(b) == int(problem["answer"]), problem
+    assert len({p["prompt"][:4] for p in problems}) > 450
+    assert any(p["prompt"].startswith("0") for p in problems)  # padded: 0042+1234=
+    loaded = rollout.load_prompts("addition", tiny(), 10, seed=3, n=500)  # 4 + 1 + 4 + 1 tokens
+    assert [{k: p[k] for k in ("prompt", "answer")} for p in loaded] == problems
+
+
+@pytest.mark.parametrize(
+    ("prompt", "want"),
+    [
+        ("1234+5678=", "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912"),
+        # 9+1=10, then 9+0+1=10 three times: 9999 + 1 = 10000
+        ("9999+0001=", "9+1+0=10 9+0+1=10 9+0+1=10 9+0+1=10 #10000"),
+        ("05+03=", "5+3+0=08 0+0+0=00 #008"),
+    ],
+)
+def test_column_scratchpad_by_hand(prompt, want):
+    """Columns from the right with their carries, then the answer. Catches a lost last carry and a reversed answer."""
+    assert rollout.column_scratchpad(prompt) == want
+
+
+def test_the_worked_response_earns_the_reward():
+    """column_scratchpad answers what addition asks, on 200 problems. Catches rules that disagree about the format."""
+    for problem in rollout.addition(200, seed=1):
+        response = rollout.column_scratchpad(problem["prompt"])
+        assert rollout.addition_reward(response, problem["answer"]) == 1.0, problem
+
+
+def test_addition_reward_by_hand():
+    """1 for what follows the last #, digit for digit. Catches a first # that counts, and 6912 passing for 06912."""
+    for response in ("4+8+0=12 #06912", "#06912", "#06911 #06912", "# 06912\n"):
+        assert rollout.addition_reward(response, "06912") == 1.0, response
+    for response in ("", "06912", "#6912", "#006912", "#06912 #06911", "#06912#", "#06912 1"):
+        assert rollout.addition_reward(response, "06912") == 0.0, response
+
+
+# --- grading of mathematics
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "right"),
+    [
+        (r"\frac12", r"\frac12", 1),
+        (r"\sqrt{2}", r"\sqrt{2}", 1),
+        ("(1,2)", "(1,2)", 1),
+        (r"\pi", r"\pi", 1),
+        ("x^2+1", "x^2+1", 1),
+        (r"2\sqrt{3}", r"2\sqrt{3}", 1),
+        ("3,4", "3,4", 1),
+        ("3", 3, 1),  # the integer of JSON
+        (r"\frac{1}{2}", "0.5", 1),
+        ("1+x^2", "$x^2+1$", 1),
+        ("2", r"2\sqrt{3}", 0),
+        ("3.4", "3,4", 0),
+        ("3,4", "3.4", 0),
+        ("4", 3, 0),
+        ("(2,1)", "(1,2)", 0),
+    ],
+)
+def test_boxed_answers(given, answer, right):
+    """Trap 12: a bare LaTeX answer equals itself boxed, by text and by math-verify alone, and no look-alike.
+
+    Catches an answer that is read without its box: 2\\sqrt{3} as 2, 3,4 as 3.4 or 34.
+    """
+    assert rollout.reward(f"So it is \\boxed{{{given}}}.", answer) == right
+    # reward() takes equal texts for equal; the grader must agree
+    assert grade.equal(str(answer).strip("$"), given) == bool(right)
+
+
+@pytest.mark.parametrize(
+    ("response", "final"),
+    [
+        (r"\boxed{1} or \boxed{\frac{1}{2}}, I say.", r"\frac{1}{2}"),
+        (r"\boxed{\left\{ 1 \right\}}", r"\left\{ 1 \right\}"),  # \{ and \} do not count
+        (r"\boxed{ $3$ }", "3"),
+        (r"It is 4: \boxed{3", None),  # never closes: no answer, not the 4, not the 3
+        (r"\boxed{4} \boxed{\frac{3}{2}", None),  # not the earlier box
+        (r"\boxed{3\}", None),
+        ("7 = 10-3", "3"),  # a minus sign between numbers is no sign
+        ("It is -3.", "-3"),
+        ("between 1,234.5 and 1/2", "1/2"),
+        ("all of 1,234.5", "1,234.5"),
+        ("3,4", "4"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_final_answer_by_hand(response, final):
+    """The last box, whole; without one the last number. Catches a truncated box that is graded by its beginning."""
+    assert grade.final_answer(response) == final
+    assert rollout.reward(response, final or "3") == float(final is not None)
+
+
+def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
+    """10^{10^{10}}, from two threads at once: 0 after 3 CPU seconds, and the next response is graded as usual.
+
+    Catches a time limit by alarm, which works in the main thread only and not inside one long multiplication; a grader
+    that stays dead after it was killed; and a verdict that goes to the other thread.
+    """
+    results, began = {}, time.monotonic()
+
+    def score(name, given):
+        results[name] = [
+            rollout.reward(rf"\boxed{{{given}}}", "3") for given in (given, "3.0", "4")
+        ]
+
+    threads = [
+        threading.Thread(target=score, args=pair)
+        for pair in (("tower", "10^{10^{10}}"), ("sound", "6/2"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"tower": [0.0, 1.0, 0.0], "sound": [1.0, 1.0, 0.0]}
+    assert time.monotonic() - began < 60  # 3 s of CPU time, a new grader's start, a busy machine
+    assert rollout.reward(r"\boxed{" + "1+" * 150 + "1}", "151") == 0.0  # 301 characters

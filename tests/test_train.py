@@ -1,0 +1,328 @@
+"""The loop as a user runs it: real train.py, real vLLM, real FSDP2, on a random model of 0.1M parameters.
+
+Its "math" is a lottery: the prompt is a letter, the answer a digit, and a random response's last number is right about
+one time in ten, which is enough for advantages that are not zero.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import train
+from train import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = set(
+    "step reward_mean reward_std length_mean truncated_frac zero_adv_group_frac kl_rollout_train "
+    "kl_rollout_train_k3 logp_diff_mean logp_diff_max entropy clip_frac_high clip_frac_low ratio_max "
+    "is_weight_mean is_weight_max is_capped_frac first_order_gap routing_agreement routing_flip_frac "
+    "grad_norm lr loss rollout_tokens train_tokens rollout_tokens_per_s train_tokens_per_s seconds "
+    "peak_memory_gb".split()
+)
+TIMED = {"seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gb"}
+
+MANY = """
+import json, sys
+import train
+jobs = json.loads(sys.argv[1])
+acc = train.start(train.Config.from_flags(jobs[0]))
+for flags in jobs:
+    c = train.Config.from_flags(flags)
+    train.train(c, acc, *train.prepare(c))
+train.dist.barrier()
+train.os._exit(0)
+"""
+
+
+def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
+    )
+    assert not ok or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def untimed(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k not in TIMED}
+
+
+def close(a: dict, b: dict, tolerance: float) -> None:
+    """Every untimed metric of two rows, lists too, within a relative or absolute tolerance."""
+    for key in untimed(a):
+        for x, y in zip(
+            *([r[key]] if not isinstance(r[key], list) else r[key] for r in (a, b)), strict=True
+        ):
+            assert x == y or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
+
+
+@pytest.fixture(scope="module")
+def lottery(tmp_path_factory, tiny):
+    """Flags of a small run on the lottery, and a folder for its output."""
+    folder = tmp_path_factory.mktemp("lottery")
+    lines = [
+        json.dumps({"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10}) for i in range(40)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    flags = "--steps 1 --prompts-per-step 8 --group-size 4 --max-new-tokens 24 --precision fp32 --lr 1e-3"
+    return [*flags.split(), "--model", str(tiny()), "--data", str(folder / "data.jsonl")], folder
+
+
+@pytest.fixture(scope="module")
+def many(lottery):
+    """Runs of one process that differ by some flags: name -> folder."""
+    flags, folder = lottery
+    variants = {
+        "plain": "",
+        "small-micro-batches": "--micro-batch-tokens 60",
+        "checkpointing": "--activation-checkpointing --micro-batch-tokens 200",
+        **{
+            f"N{n}-{r}": f"--minibatches {n} --replay {r}"
+            for n, r in ((2, "R2"), (4, "R3"), (8, "none"))
+        },
+        "no-is": "--no-is-correction",
+        "no-clip": "--no-clip --minibatches 2",
+        "length-norm": "--length-norm",
+        "grpo": "--objective grpo --minibatches 2",
+        "cispo": "--objective cispo --minibatches 2",
+        "fp8": "--rollout-dtype fp8 --replay R3",
+        "int4": "--rollout-dtype int4 --temperature 0.8",
+        "bf16": "--rollout-dtype bf16",
+        "eval": "--eval-data addition --eval-samples 2 --steps 2 --warmup-steps 3 --save-every 1 --keep 1",
+    }
+    jobs = [[*flags, "--out", str(folder / name), *more.split()] for name, more in variants.items()]
+    launch([sys.executable, "-c", MANY, json.dumps(jobs)])
+    return {name: folder / name for name in variants}
+
+
+def test_every_flag_runs_and_every_metric_is_there(many):
+    """--minibatches 1 2 4 8, replay, each ablation, GRPO, CISPO, rollout dtypes: finite, non-trivial steps.
+
+    Catches a flag that is parsed and then ignored or crashes: what must differ from the plain run does.
+    """
+    plain = rows(many["plain"])[0]
+    for name, out in many.items():
+        row = rows(out)[0]
+        assert set(row) >= KEYS, KEYS - set(row)
+        assert row["grad_norm"] > 0 and math.isfinite(row["loss"]), (name, row)
+        assert row["zero_adv_group_frac"] < 1 and row["dropped_responses"] == 0, (name, row)
+        assert len(row["routing_agreement"]) == 3, (name, row["routing_agreement"])
+    assert (
+        rows(many["length-norm"])[0]["grad_norm"] < plain["grad_norm"] / 5
+    )  # about 24 tokens each
+    assert plain["ratio_max"] == 1 and rows(many["N8-none"])[0]["ratio_max"] > 1.01
+    assert (
+        rows(many["int4"])[0]["kl_rollout_train_k3"]
+        > rows(many["fp8"])[0]["kl_rollout_train_k3"]
+        > 1e-5
+    )
+    assert rows(many["int4"])[0]["routing_flip_frac"] > rows(many["bf16"])[0]["routing_flip_frac"]
+    learning_rates = [row["lr"] for row in rows(many["eval"])]
+    assert learning_rates == [2.5e-4, 5e-4], learning_rates  # 1e-3 * 1/4, 2/4
+
+
+def test_fp32_engines_agree_in_the_loop(many):
+    """In fp32 log pi_old is log mu to 1e-5 and no route differs, in the metrics of a real run; the weights are 1.
+
+    Catches a stale engine, a shift by one between tokens, log-probs or routes, and a temperature on one side only.
+    """
+    for name in ("plain", "small-micro-batches", "checkpointing", "N2-R2", "N4-R3", "N8-none"):
+        row = rows(many[name])[0]
+        assert row["logp_diff_max"] < 1e-5, (name, row["logp_diff_max"])
+        assert row["routing_agreement"] == [1.0] * 3 and row["routing_flip_frac"] == 0, name
+    assert abs(rows(many["plain"])[0]["is_weight_mean"] - 1) < 1e-6
+
+
+def test_metrics_do_not_depend_on_the_split(many):
+    """One micro-batch, a dozen of them, recomputed layers: equal metrics, loss and gradient norm within 1e-5.
+
+    Traps 1, 7 and 18: a mean of means, a normalizer per micro-batch, the last micro-batch's numbers.
+    """
+    for name in ("small-micro-batches", "checkpointing"):
+        close(rows(many["plain"])[0], rows(many[name])[0], 1e-5)
+
+
+def test_evaluation_samples_and_export(many):
+    """eval.jsonl, samples.jsonl, the newest checkpoint only (--keep 1), and an export that transformers loads.
+
+    Catches an evaluation of stale weights (rows at steps 1 and 2), and an export that is not the trained model.
+    """
+    out = many["eval"]
+    evaluations = rows(out, "eval.jsonl")
+    assert [(e["step"], e["n"], e["k"]) for e in evaluations] == [(2, 256, 2)]
+    assert {"avg_at_k", "pass_at_k", "length_mean"} <= set(evaluations[0])
+    samples = rows(out, "samples.jsonl")
+    assert len(samples) == 2 * 4 and {"prompt", "response", "answer", "reward"} <= set(samples[0])
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-2"]
+    record = json.loads((out / "config.json").read_text())
+    assert record["versions"]["vllm"].startswith("0.30") and record["warmup_steps"] == 3
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import moe
+
+    model, ours = AutoModelForCausalLM.from_pretrained(out / "hf"), moe.load_pretrained(out / "hf")
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(out / "hf").encode("abc 12")])
+    logits = ours(tokens)[0] @ ours.lm_head.weight.T
+    assert (logits - model(tokens).logits).abs().max() < 1e-5
+    start = moe.load_pretrained(record["model"])
+    assert not torch.equal(start.lm_head.weight, ours.lm_head.weight), (
+        "the export is the model it started from"
+    )
+
+
+def test_two_ranks_make_the_same_step(lottery, many):
+    """torchrun with two gloo ranks, one engine each: the metrics of one process, loss and gradient norm within 1e-5.
+
+    Traps 1, 11 and 18: gradients averaged over ranks, FSDP silently off (the first line and an assertion state the
+    mode), one rank's numbers. N = 4 with R3 and small micro-batches gives ranks different numbers of passes.
+    """
+    flags, folder = lottery
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+    ]
+    for name, more in {
+        "plain": "",
+        "N4-R3": "--minibatches 4 --replay R3 --micro-batch-tokens 60",
+    }.items():
+        out = folder / f"two-{name}"
+        done = launch([*torchrun, "train.py", *flags, "--out", str(out), *more.split()])
+        assert "fsdp2 on 2 cpu rank(s), fp32 compute" in done.stdout, done.stdout
+        close(rows(many[name])[0], rows(out)[0], 1e-5)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(lottery):
+    """Four steps at once, and two, then --resume auto, then the exported model: bit for bit the same metrics.
+
+    Catches optimizer state, data position or seeds that are not restored, and an engine that samples with the weights
+    of the start (it syncs before it samples: log-probs agree to 1e-5 right after the resume). Trap 9.
+    """
+    flags, folder = lottery
+    python, more = [sys.executable, "train.py", *flags], ["--minibatches", "2", "--replay", "R3"]
+    launch([*python, "--out", str(folder / "whole"), *more, "--steps", "4"])
+    launch([*python, "--out", str(folder / "part"), *more, "--steps", "2"])
+    torn = folder / "part" / "metrics.jsonl"
+    torn.write_text(
+        torn.read_text() + '{"step": 2, "rew'
+    )  # the run died while it wrote a later step
+    launch([*python, "--out", str(folder / "part"), *more, "--steps", "4", "--resume", "auto"])
+    whole, part = (rows(folder / name) for name in ("whole", "part"))
+    assert [untimed(r) for r in part] == [untimed(r) for r in whole]
+    assert max(r["logp_diff_max"] for r in part) < 1e-5, part
+    export = [folder / name / "hf" / "model.safetensors" for name in ("whole", "part")]
+    assert export[0].read_bytes() == export[1].read_bytes()
+
+
+def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
+    """What must be in the message -> the flags that are wrong."""
+    (folder / "broken.jsonl").write_text(
+        '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n{"prompt"\n'
+    )
+    (folder / "empty.jsonl").write_text("")
+    (folder / "file").write_text("")
+    for name, change in {
+        "llama": lambda c: c | {"architectures": ["LlamaForCausalLM"]},
+        "no-theta": lambda c: {k: v for k, v in c.items() if "rope" not in k},
+    }.items():
+        shutil.copytree(model, folder / name)
+        config = json.loads((model / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(change(config)))
+    shutil.copytree(model, folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    shutil.copytree(model, folder / "no-tokenizer")
+    (folder / "no-tokenizer" / "tokenizer.json").unlink()
+    (folder / "no-tokenizer" / "tokenizer_config.json").unlink()
+    (folder / "used").mkdir()
+    (folder / "used" / "metrics.jsonl").write_text("{}\n")
+    f = str(folder)
+    return {
+        "no-such/config.json": ["--model", f"{f}/no-such"],
+        "LlamaForCausalLM": ["--model", f"{f}/llama"],
+        "no value for rope_theta": ["--model", f"{f}/no-theta"],
+        f"{f}/cut": ["--model", f"{f}/cut"],
+        "tokenizer": ["--model", f"{f}/no-tokenizer"],
+        "--minibatches 3": ["--minibatches", "3"],
+        "broken.jsonl:3": ["--data", f"{f}/broken.jsonl"],
+        "empty.jsonl": ["--data", f"{f}/empty.jsonl"],
+        "none.jsonl": ["--data", f"{f}/none.jsonl"],
+        f"--out {f}/file/run": ["--out", f"{f}/file/run"],
+        "--resume auto": ["--out", f"{f}/used"],
+        "--group-size 1": ["--group-size", "1"],
+        "--temperature 0.0": ["--temperature", "0"],
+        "--lr nan": ["--lr", "nan"],
+        "--rollout-tp 2": ["--rollout-tp", "2"],
+        "--eval-every 5": ["--eval-every", "5"],
+        "--clip False": ["--objective", "grpo", "--no-clip"],
+        "invalid choice: 'R4'": ["--replay", "R4"],
+        "unrecognized arguments: --replya": ["--replya", "R3"],
+        "300 tokens": ["--max-new-tokens", "300"],
+    }
+
+
+def test_mistakes_end_in_one_line_and_code_2(lottery, tmp_path, capsys, monkeypatch):
+    """Twenty mistakes: one line that names the flag or file, exit code 2, before an engine starts.
+
+    Catches a traceback, a default in place of an error, and a mistake that is found only after minutes of start-up.
+    """
+    flags, _ = lottery
+    monkeypatch.setattr(train, "start", lambda c: pytest.fail(f"an engine would have started: {c}"))
+    for message, wrong in mistakes(tmp_path, Path(flags[flags.index("--model") + 1])).items():
+        argv = [
+            "train.py",
+            *flags,
+            "--prompts-per-step",
+            "8",
+            "--out",
+            str(tmp_path / "out"),
+            *wrong,
+        ]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as stopped:
+            train.main()
+        printed = capsys.readouterr().err.replace("-300 tokens", "300 tokens")
+        assert stopped.value.code == 2, (message, printed)
+        assert message in printed and printed.count("\n") == 1, (message, printed)
+
+
+def test_missing_vllm_is_one_line(lottery, tmp_path):
+    """Without vLLM, a real process ends with code 2 and one line; nothing is left in --out."""
+    flags, _ = lottery
+    hide = "import sys, importlib.util as u; find = u.find_spec; import train; "
+    hide += "train.importlib.util.find_spec = lambda n, *a: None if n == 'vllm' else find(n, *a); train.main()"
+    done = launch([sys.executable, "-c", hide, *flags, "--out", str(tmp_path / "out")], ok=False)
+    assert done.returncode == 2 and "vLLM is not installed" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_explains_every_flag(capsys):
+    """--help has a text in words for each field of Config, from the comment behind it, and there are at most 45.
+
+    Catches a field whose comment got lost (by a formatter that breaks the line, say).
+    """
+    with pytest.raises(SystemExit):
+        Config.from_flags(["--help"])
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert len(fields(Config)) <= 45
+    for f in fields(Config):
+        assert f"--{f.name.replace('_', '-')}" in text and f"(default: {f.default})" in text, f.name
+    assert "weight pi/mu; without it pi/pi_old" in text
