@@ -46,7 +46,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-SUPPORTED = {"attention_bias": False, "use_sliding_window": False, "rope_type": "default"}
+SUPPORTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "rope_type": "default",
+}
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
 
@@ -99,12 +104,13 @@ class MoEConfig:
             raise ValueError(
                 f"architectures is {hf.get('architectures')}, moe.py is {ARCHITECTURE}"
             )
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rope = (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
         found = {"decoder_sparse_step": 1, "tie_word_embeddings": False, **hf, "hf": hf}
         found["num_experts"] = hf.get("num_experts", hf.get("num_local_experts"))
         found["rope_theta"] = hf.get("rope_theta", rope.get("rope_theta"))
         found["mlp_only_layers"] = tuple(hf.get("mlp_only_layers") or ())
-        found["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        if not hf.get("head_dim") and hf.get("hidden_size") and hf.get("num_attention_heads"):
+            found["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
         found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
         for key, only in SUPPORTED.items():
             if found.get(key, only) != only:
@@ -115,6 +121,8 @@ class MoEConfig:
                 raise ValueError(f"no value for {f.name}")
             if f.type is int and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{f.name} = {value!r} is not a positive integer")
+            if f.type is float and not isinstance(value, int | float):
+                raise ValueError(f"{f.name} = {value!r} is not a number")
         if found["num_experts_per_tok"] > found["num_experts"]:
             raise ValueError("num_experts_per_tok is larger than num_experts")
         if found["num_attention_heads"] % found["num_key_value_heads"]:
@@ -467,6 +475,8 @@ def save_pretrained(
         shard = {n: w.to("cpu", copy=True) for n, w in islice(weights, len(names)) if write}
         if write:
             out.mkdir(parents=True, exist_ok=True)
+            for old in out.glob("model*.safetensors*") if file == files[0] else ():
+                old.unlink()  # an older export
             save_file(shard, out / file, metadata={"format": "pt"})
     if not write:
         return

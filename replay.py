@@ -62,7 +62,7 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
             f"routes of shape {routed.shape} for {length} tokens, expected {length - 1} rows"
         )
     out = torch.full((length, *routed.shape[1:]), -1, dtype=torch.int16)
-    out[:rows] = torch.from_numpy(routed.astype(np.int16))
+    out[:rows] = torch.from_numpy(routed.astype(np.int64).clip(-2, 32767).astype(np.int16))
     out[:, list(dense_layers)] = -1
     return out
 

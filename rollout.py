@@ -195,6 +195,8 @@ def encode(model_dir: str | Path, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model_dir}: no usable tokenizer ({error})") from None
+    if len(tokenizer) < 2:  # what transformers makes of a folder that holds none
+        raise ValueError(f"{model_dir}: holds no tokenizer")
     return [tokenizer.encode(text) for text in texts]
 
 

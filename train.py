@@ -15,7 +15,7 @@ stopped.
 
     python train.py --model runs/cold-start --out runs/mine                    # the toy, on a CPU
     python train.py --model runs/cold-start --out runs/mine --resume auto      # go on after a stop
-    torchrun --nproc-per-node 2 train.py --model runs/cold-start --out runs/two
+    torchrun --standalone --nproc-per-node 2 train.py --model runs/cold-start --out runs/two
 """
 
 import argparse
@@ -220,6 +220,10 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
     config = moe.MoEConfig.from_pretrained(c.model)
     moe.check_weights(config, c.model)
     room = config.max_position_embeddings - c.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"--max-new-tokens {c.max_new_tokens}: the context is {config.max_position_embeddings}"
+        )
     data = rollout.load_prompts(c.data, c.model, room, c.seed)
     held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, c.seed + 1, 256)
     out = Path(c.out)

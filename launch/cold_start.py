@@ -123,7 +123,6 @@ def write_tokenizer(out: Path) -> None:
 
 def write_folder(model: MoETransformer, out: Path, stamp: str) -> None:
     """Writes beside `out` and renames: a run that is killed at any moment leaves no half-made `out`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as beside:
         new = Path(beside) / "new"
         save_pretrained(model, new)
@@ -144,7 +143,7 @@ def stamp_of(args: argparse.Namespace) -> str:
 
 
 def make(args: argparse.Namespace) -> str:
-    """Makes the folder args.out unless it is there -> what to tell. ValueError names the flag that is wrong."""
+    """Makes the folder args.out unless it is there -> what to tell. ValueError names a wrong flag."""
     began, out, stamp = time.time(), args.out.resolve(), stamp_of(args)
     if args.steps < 1 or not 0 <= args.error_rate <= 1:
         raise ValueError("--steps must be at least 1, --error-rate between 0 and 1")
@@ -153,6 +152,7 @@ def make(args: argparse.Namespace) -> str:
         return "already made with these settings, left alone"
     if out.exists() and not found.is_file():
         raise ValueError(f"--out {args.out}: exists, and cold_start.py did not make it")
+    out.parent.mkdir(parents=True, exist_ok=True)
     data = demonstrations(args.steps * BATCH, args.seed, args.error_rate, args.style)
     model, loss = train(*data, args.seed)
     write_folder(model, out, stamp)
@@ -170,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         print(f"{args.out}: {make(args)}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"cold_start.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -151,8 +151,8 @@ def test_logits_gradients_and_routes_are_those_of_transformers(tiny, name):
 def test_padding_reaches_nothing(tiny):
     """Other padding tokens, more padding, experts given there: not one bit of outputs or gradients changes.
 
-    Catches attention or routing over padding; and a sequence alone gives what it gives packed (1e-6 of the largest), which catches
-    attention across the borders of sequences and positions that run on.
+    Catches attention or routing over padding; and a sequence alone gives what it gives packed (1e-6 of the largest),
+    which catches attention across the borders of sequences.
     """
     model = moe.load_pretrained(tiny())
     tokens, lengths = make_batch()
@@ -589,12 +589,17 @@ def test_bf16_export(tiny, tmp_path):
 
 
 def test_saving_over_an_older_export(tiny, tmp_path):
-    """One file saved where several were: what loads is the newer model. Catches the old index, which still names old files."""
+    """One file saved where several were: the newer model loads, and no older file is left.
+
+    Catches the old index, which still names the old files, and shards that vLLM, which without an index reads every
+    safetensors file there is, would load as well.
+    """
     old, new = (moe.load_pretrained(tiny(seed=s)) for s in (0, 5))
     moe.save_pretrained(old, tmp_path, shard_bytes=50_000)
     moe.save_pretrained(new, tmp_path)
     found = dict(moe.load_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(p, found[n]) for n, p in new.named_parameters())
+    assert [f.name for f in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def damage(folder, kind):
