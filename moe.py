@@ -9,18 +9,14 @@ A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the Mo
 The choice e is discrete: a rounding error in x can swap an expert, and then the token's probability jumps. The gates g
 are smooth. Replay fixes e alone; g always comes from the live p, so the router keeps its gradient (paper, Sec. 3).
 
-Letters: B sequences, T positions, S = tokens of all sequences without padding, D width, H heads, L layers, E experts,
-K experts per token, F width of an expert, V vocabulary.
+Letters: B sequences, T positions, S = tokens of all sequences without padding, D width, L layers, E experts, K experts
+per token, F width of an expert, V vocabulary. Sequences run packed: padding is dropped at the door, so it costs nothing
+and reaches nothing; attention sees one sequence at a time, everything else S tokens. One sort by expert makes each
+expert's tokens contiguous, and its matrices multiply those only.
 
-Sequences run packed: padding is dropped at the door, so it costs nothing and reaches nothing. Attention sees one
-sequence at a time; everything else sees S tokens. One sort by expert makes each expert's tokens contiguous, and each
-of its matrices multiplies those tokens only.
-
-Parameters carry the names of the checkpoint format (without the leading "model."), except that the experts of a layer
-are two stacked tensors, gate_up_proj (E, 2F, D) and down_proj (E, D, F), which the format stores expert by expert.
-
-Left out: the load-balancing loss (the paper does not train with one), KV caches (vLLM samples), dropout, biases,
-sliding windows and rope scaling (a config that asks for one of them is refused).
+Parameters have the names of the checkpoint format, but the experts of a layer are two stacked tensors, gate_up_proj
+(E, 2F, D) and down_proj (E, D, F), which the format stores one by one. Left out: the load-balancing loss (the paper
+does not use one), KV caches (vLLM samples), and what a config is refused for: biases, sliding windows, rope scaling.
 """
 
 import itertools
@@ -31,8 +27,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -46,12 +40,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-SUPPORTED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "rope_type": "default",
-}
+SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
 
@@ -100,10 +89,8 @@ class MoEConfig:
     @classmethod
     def from_dict(cls, hf: dict) -> "MoEConfig":
         """`hf` has the keys of transformers 4 (rope_theta, num_experts) or 5 (rope_parameters, num_local_experts)."""
-        if ARCHITECTURE not in hf.get("architectures", []):
-            raise ValueError(
-                f"architectures is {hf.get('architectures')}, moe.py is {ARCHITECTURE}"
-            )
+        if ARCHITECTURE not in (kinds := hf.get("architectures") or []):
+            raise ValueError(f"architectures is {kinds}, moe.py is {ARCHITECTURE}")
         rope = (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
         found = {"decoder_sparse_step": 1, "tie_word_embeddings": False, **hf, "hf": hf}
         found["num_experts"] = hf.get("num_experts", hf.get("num_local_experts"))
@@ -112,7 +99,7 @@ class MoEConfig:
         if not hf.get("head_dim") and hf.get("hidden_size") and hf.get("num_attention_heads"):
             found["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
         found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-        for key, only in SUPPORTED.items():
+        for key, only in (SUPPORTED | {"rope_type": "default"}).items():
             if found.get(key, only) != only:
                 raise ValueError(f"{key} = {found[key]!r} is not supported, only {only!r}")
         for f in fields(cls):
@@ -123,11 +110,12 @@ class MoEConfig:
                 raise ValueError(f"{f.name} = {value!r} is not a positive integer")
             if f.type is float and not isinstance(value, int | float):
                 raise ValueError(f"{f.name} = {value!r} is not a number")
-        if found["num_experts_per_tok"] > found["num_experts"]:
-            raise ValueError("num_experts_per_tok is larger than num_experts")
-        if found["num_attention_heads"] % found["num_key_value_heads"]:
-            raise ValueError("num_key_value_heads does not divide num_attention_heads")
-        return cls(**{f.name: found[f.name] for f in fields(cls)})
+        c = cls(**{f.name: found[f.name] for f in fields(cls)})
+        if c.num_experts_per_tok > c.num_experts or c.num_attention_heads % c.num_key_value_heads:
+            raise ValueError(
+                "num_experts_per_tok > num_experts, or num_key_value_heads no divisor of heads"
+            )
+        return c
 
 
 # --- the layers
@@ -302,9 +290,12 @@ class MoETransformer(nn.Module):
         sizes = [n for n in sizes if n]
         replay = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
         chosen = []
-        run = partial(checkpoint, use_reentrant=False) if self.checkpointing else apply
         for layer, given in zip(self.layers, replay, strict=True):
-            x, *routes = run(layer, x, cos, sin, sizes, given)
+            inputs = (x, cos, sin, sizes, given)
+            again = self.checkpointing and torch.is_grad_enabled()
+            x, *routes = (
+                checkpoint(layer, *inputs, use_reentrant=False) if again else layer(*inputs)
+            )
             chosen.append(routes[live].to(torch.int16))
         x, chosen = self.norm(x), torch.stack(chosen, dim=1)  # (S, D), (S, L, K)
         hidden = x.new_zeros(B, T, x.shape[-1]).masked_scatter(keep[..., None], x)
@@ -321,8 +312,8 @@ class MoETransformer(nn.Module):
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         rows = max(1, LOGIT_CHUNK // self.config.vocab_size)
         chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
-        run = partial(checkpoint, use_reentrant=False) if targets.numel() > rows else apply
-        parts = [run(head_logprobs, h, t, head.weight, temperature) for h, t in chunks]
+        inputs = ((h, t, head.weight, temperature) for h, t in chunks)
+        parts = [checkpoint(head_logprobs, *z, use_reentrant=False) for z in inputs]
         logp, entropy = (torch.cat(z).view(targets.shape) for z in zip(*parts, strict=True))
         return logp.clone(), entropy  # FSDP hooks its outputs, and warns of views
 
@@ -333,10 +324,6 @@ class MoETransformer(nn.Module):
         for name, p in self.named_parameters():
             p.fill_(1.0) if "norm" in name else p.normal_(0.0, std, generator=generator)
         return self
-
-
-def apply(function, *args):
-    return function(*args)
 
 
 def head_logprobs(h: Tensor, targets: Tensor, weight: Tensor, temperature: float):
@@ -372,9 +359,7 @@ def stored_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def hf_weights(
-    model: MoETransformer, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(model: MoETransformer, dtype=None) -> Iterator[tuple[str, Tensor]]:
     """Yields (checkpoint name, full tensor) in `dtype` (default: as stored), at most one parameter whole at a time.
 
     Of a sharded model every rank must walk all of it, since each step is a collective. A tensor may share memory with
@@ -411,10 +396,9 @@ def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
     if config.tie_word_embeddings:
         found.pop("lm_head.weight", None)  # some folders store it all the same
     for name in [*wanted, *found]:
-        if found.get(name) != wanted.get(name):
-            raise ValueError(
-                f"{model_dir}: {name} is {found.get(name)}, config.json asks for {wanted.get(name)}"
-            )
+        is_, should = found.get(name), wanted.get(name)
+        if is_ != should:
+            raise ValueError(f"{model_dir}: {name} is {is_}, config.json makes it {should}")
     return where
 
 
@@ -448,35 +432,30 @@ def load_pretrained(model_dir: str | Path, device="cpu", dtype=torch.float32) ->
 
 
 def save_pretrained(
-    model: MoETransformer,
-    out: str | Path,
-    dtype=torch.float32,
-    like="",
-    shard_bytes=5e9,
-    write=True,
+    model: MoETransformer, out, dtype=torch.float32, like="", shard_bytes=5e9, write=True
 ) -> None:
     """Writes the folder that vLLM and transformers load: config.json, safetensors with an index where they are
     several, and the tokenizer files of the folder `like`.
 
     Every rank of a sharded model must call it; the one with `write` writes, with one file's tensors on its host.
     """
-    out, plan, total, size = Path(out), [[]], 0, 0
-    for name, shape in stored_shapes(model.config).items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        total, size = total + nbytes, size + nbytes
-        if size > shard_bytes and plan[-1]:
-            plan.append([])
-            size = nbytes
-        plan[-1].append(name)
-    files = [f"model-{i:05d}-of-{len(plan):05d}.safetensors" for i in range(1, len(plan) + 1)]
+    out, shapes, weights = Path(out), stored_shapes(model.config), hf_weights(model, dtype)
+    ends = list(itertools.accumulate(math.prod(s) * dtype.itemsize for s in shapes.values()))
+    shards = [
+        [n for n, _ in z]
+        for _, z in itertools.groupby(zip(shapes, ends, strict=True), lambda z: z[1] // shard_bytes)
+    ]
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
-    weights = hf_weights(model, dtype)
-    for file, names in zip(files, plan, strict=True):
-        shard = {n: w.to("cpu", copy=True) for n, w in islice(weights, len(names)) if write}
+    if write:
+        out.mkdir(parents=True, exist_ok=True)
+        for old in out.glob("model*.safetensors*"):
+            old.unlink()
+    for file, names in zip(files, shards, strict=True):
+        shard = {
+            n: w.to("cpu", copy=True) for n, w in itertools.islice(weights, len(names)) if write
+        }
         if write:
-            out.mkdir(parents=True, exist_ok=True)
-            for old in out.glob("model*.safetensors*") if file == files[0] else ():
-                old.unlink()  # an older export
             save_file(shard, out / file, metadata={"format": "pt"})
     if not write:
         return
@@ -486,8 +465,10 @@ def save_pretrained(
     key = "dtype" if "dtype" in model.config.hf else "torch_dtype"
     jsons = {"config.json": model.config.hf | {key: str(dtype).removeprefix("torch.")}}
     if len(files) > 1:
-        where = {n: file for file, names in zip(files, plan, strict=True) for n in names}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        jsons["model.safetensors.index.json"] = index
+        where = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+        jsons["model.safetensors.index.json"] = {
+            "metadata": {"total_size": ends[-1]},
+            "weight_map": where,
+        }
     for name, content in jsons.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -217,7 +217,7 @@ def test_chunked_logprobs_equal_log_softmax(tiny, monkeypatch, tie_word_embeddin
             logp, ours = model.logprobs(hidden, targets, 0.7)
             assert blocks.rows == rows
             found = torch.autograd.grad((logp * weight).sum(), (hidden, head.weight))
-        assert sorted(blocks.rows) == sorted(rows * 2 if len(rows) > 1 else rows)
+        assert sorted(blocks.rows) == sorted(rows * 2)
         torch.testing.assert_close(logp, expected, rtol=0, atol=2e-6)
         torch.testing.assert_close(ours, entropy, rtol=0, atol=5e-6)
         assert not ours.requires_grad
@@ -561,7 +561,9 @@ def test_folders_round_trip_bit_for_bit(tiny, tmp_path, name):
             index = json.loads((out / "model.safetensors.index.json").read_text())
             assert index["weight_map"] == {n: f.name for f in files for n in load_file(f)}
             assert index["metadata"]["total_size"] == sum(w.nbytes for w in stored.values())
-            assert len(files) > 3 and max(f.stat().st_size for f in files) < 55_000  # and a header
+            assert (
+                len(files) > 3 and max(f.stat().st_size for f in files) < 80_000
+            )  # limit, one tensor, header
         else:
             assert [f.name for f in files] == ["model.safetensors"]
         again = dict(moe.load_pretrained(out).named_parameters())
