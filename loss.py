@@ -45,9 +45,7 @@ infinities too. Left out: a KL penalty to a reference model and an entropy bonus
 import torch
 from torch import Tensor
 
-Stats = dict[
-    str, Tensor
-]  # 0-d and detached; a "_max" is a maximum, "tokens" a count, the rest means over tokens
+Stats = dict[str, Tensor]  # 0-d, detached: "tokens" is a count, "..._max" maxima, the rest means
 
 
 def sequence_weight(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
@@ -137,20 +135,11 @@ def minirl_loss(
 
 
 def grpo_loss(
-    logp: Tensor,
-    logp_old: Tensor,
-    logp_rollout: Tensor,
-    adv: Tensor,
-    mask: Tensor,
-    *,
-    denom: float,
-    eps_low: float = 0.2,
-    eps_high: float = 0.27,
-    is_cap: float = 5.0,
+    logp, logp_old, logp_rollout, adv, mask, *, denom, eps_low=0.2, eps_high=0.27, is_cap=5.0
 ) -> tuple[Tensor, Stats]:
     """-J_GRPO (Appendix A): the mean over a response of min(r_t A, clip(r_t) A), averaged over `denom` responses.
 
-    r_t = pi/pi_old carries the gradient. mu_old does not appear; logp_rollout and is_cap serve the statistics alone.
+    Arguments as in minirl_loss. r_t = pi/pi_old carries the gradient. mu_old does not appear; logp_rollout and is_cap serve the statistics alone.
     Pass advantages made with std_norm=True.
     """
     ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
@@ -164,20 +153,11 @@ def grpo_loss(
 
 
 def cispo_loss(
-    logp: Tensor,
-    logp_old: Tensor,
-    logp_rollout: Tensor,
-    adv: Tensor,
-    mask: Tensor,
-    *,
-    denom: float,
-    eps_low: float = 0.2,
-    eps_high: float = 0.27,
-    is_cap: float = 5.0,
+    logp, logp_old, logp_rollout, adv, mask, *, denom, eps_low=0.2, eps_high=0.27, is_cap=5.0
 ) -> tuple[Tensor, Stats]:
     """-J_CISPO (Appendix A): sum_t sg[clip(r_t)] A log pi(y_t), no token masked, over `denom` response *tokens*.
 
-    r_t = pi/pi_old; mu_old does not appear. Pass advantages made with std_norm=True.
+    Arguments as in minirl_loss. r_t = pi/pi_old; mu_old does not appear. Pass advantages made with std_norm=True.
     """
     ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
     too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)

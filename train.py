@@ -45,7 +45,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object
 from torch import Tensor
@@ -57,7 +56,7 @@ import loss
 import moe
 import replay
 import rollout
-from launch.report import announce, append, report, rewind
+from launch.report import announce, append, measure, report, rewind
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Config:
             (
                 "minibatches",
                 self.prompts_per_step % self.minibatches == 0,
-                "must divide --prompts-per-step",
+                "does not divide the prompts",
             ),
             ("rollout_tp", ranks % self.rollout_tp == 0, f"must divide the {ranks} ranks"),
             ("hsdp_replicas", ranks % self.hsdp_replicas == 0, f"must divide the {ranks} ranks"),
@@ -359,9 +358,7 @@ def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> l
 
     A rank with fewer micro-batches than another gets empty ones, since each pass is a collective.
     """
-    mine = range(
-        acc.process_index % c.rollout_tp, len(batch), c.rollout_tp
-    )  # an engine's ranks share
+    mine = range(acc.process_index % c.rollout_tp, len(batch), c.rollout_tp)  # of an engine's batch
     minibatches = []
     for n in range(c.minibatches):
         rows = [b for b in mine if batch.group_ids[b] % c.minibatches == n]
@@ -422,20 +419,6 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     optimizer.zero_grad()
 
 
-def measure(micro: rollout.MicroBatch, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
-    """What a step's line is made of, in forms that add up over micro-batches and ranks."""
-    used = F.pad(
-        micro.mask[:, 1:], (0, 1)
-    )  # inputs whose experts shaped a response token's log-prob
-    stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
-    gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
-    return {
-        "stats": {k: v.cpu() for k, v in stats.items()},
-        "gaps": gaps.tolist(),
-        "agreement": replay.agreement_counts(micro.experts_rollout, micro.experts_old, used).cpu(),
-    }
-
-
 # --- evaluation and checkpoints
 
 
@@ -455,11 +438,8 @@ def evaluate(engine, data: list[dict], step: int, c: Config, acc: Accelerator) -
     }
     if acc.is_main_process:
         append(Path(c.out) / "eval.jsonl", row | {"length_mean": length.mean()})
-        tqdm.write(
-            "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems".format(
-                **row
-            )
-        )
+        line = "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems"
+        tqdm.write(line.format(**row))
 
 
 def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import loss
+import replay
 
 
 def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
@@ -56,6 +59,18 @@ def rewind(out: Path, step: int) -> None:
         ]
         if len(kept) < len(lines):
             path.write_text("".join(kept), encoding="utf-8")
+
+
+def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
+    """What a step's line is made of, in forms that add up over micro-batches and ranks."""
+    used = F.pad(micro.mask[:, 1:], (0, 1))  # inputs whose experts shaped a response token
+    stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
+    gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
+    return {
+        "stats": {k: v.cpu() for k, v in stats.items()},
+        "gaps": gaps.tolist(),
+        "agreement": replay.agreement_counts(micro.experts_rollout, micro.experts_old, used).cpu(),
+    }
 
 
 def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:

