@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # threads that spin for long stall shared cores
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning a rank about NUMA binding
 
 import numpy as np
 import torch

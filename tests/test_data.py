@@ -1,7 +1,6 @@
 """Data and rewards: what a file may hold, the built-in task, and which answers count as equal."""
 
 import threading
-import time
 
 import pytest
 
@@ -194,7 +193,8 @@ def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
     Catches a time limit by alarm, which works in the main thread only and not inside one long multiplication; a grader
     that stays dead after it was killed; and a verdict that goes to the other thread.
     """
-    results, began = {}, time.monotonic()
+    assert rollout.reward(r"\boxed{6/2}", "3") == 1.0  # the one grader is running
+    results = {}
 
     def score(name, given):
         results[name] = [
@@ -202,13 +202,12 @@ def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
         ]
 
     threads = [
-        threading.Thread(target=score, args=pair)
+        threading.Thread(target=score, args=pair, daemon=True)
         for pair in (("tower", "10^{10^{10}}"), ("sound", "6/2"))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)  # 3 s of CPU time, a new grader's start, a busy machine
     assert results == {"tower": [0.0, 1.0, 0.0], "sound": [1.0, 1.0, 0.0]}
-    assert time.monotonic() - began < 60  # 3 s of CPU time, a new grader's start, a busy machine
     assert rollout.reward(r"\boxed{" + "1+" * 150 + "1}", "151") == 0.0  # 301 characters
