@@ -26,7 +26,7 @@ every d_t being small, and two independent causes make it large:
                           training-inference          policy staleness
                           discrepancy
 
-The first is fought by making the engines agree (replay.py's R3), the second by clipping (below) and R2. The weight
+The first is fought by making the engines agree (replay.py's R3), the second by clipping (below), R2 and R3. The weight
 itself is no remedy: it is part of Eq. 4, and leaving a factor out optimizes another objective.
 
     MiniRL (Sec. 4.1):  J = E [ sum_t M_t sg[pi(y_t)/mu_old(y_t)] A(x, y) log pi(y_t) ],   r_t = pi(y_t)/pi_old(y_t)

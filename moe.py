@@ -5,6 +5,7 @@ A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the Mo
     p   = softmax(W_r x)                          over all E experts, in fp32
     e   = the K experts with the largest p        or the K experts that were handed in (replay.py)
     MoE = sum_{i in e} g_i * W_down_i (silu(W_gate_i x) * W_up_i x),    g_i = p_i / sum_{j in e} p_j
+                                              (or g_i = p_i, where the config has norm_topk_prob off)
 
 The choice e is discrete: a rounding error in x can swap an expert, and then the token's probability jumps. The gates g
 are smooth. Replay fixes e alone; g always comes from the live p, so the router keeps its gradient (paper, Sec. 3).
@@ -278,8 +279,8 @@ class MoETransformer(nn.Module):
 
         Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
         layers. A row of `experts` that is -1 uses the router's choice. `live` returns what the router would have
-        chosen at each token, whatever was replayed there. Experts are call arguments, so a layer that is recomputed
-        in backward sees the same ones.
+        chosen at each token, whatever was replayed there and below. Experts are call arguments, so a layer that is
+        recomputed in backward sees those of its own micro-batch.
         """
         B, T = tokens.shape
         place = torch.arange(T, device=tokens.device).expand(B, T)

@@ -46,7 +46,9 @@ class Rollout:
     tokens: list[np.ndarray]  # B x (P_b + R_b,) int32; EOS is there only if the model emitted it
     prompt_lens: np.ndarray  # (B,) int32, P_b
     logp_rollout: list[np.ndarray]  # B x (R_b,) float32, log mu_old(y_t), NaN where unknown
-    routes: list[np.ndarray | None]  # B x (P_b + R_b - 1, L, K) uint8 or uint16, as vLLM gave it
+    routes: list[
+        np.ndarray | None
+    ]  # B x (P_b + R_b - 1, L, K), vLLM's own record (replay.py aligns it)
     truncated: np.ndarray  # (B,) bool, ended by the length limit
     group_ids: np.ndarray  # (B,) int32, index of the prompt in the batch, never its text
     texts: list[str]  # B responses, special tokens skipped
@@ -108,7 +110,9 @@ class MicroBatch:
     adv: torch.Tensor  # (B,) fp32
     experts_rollout: torch.Tensor  # (B, T, L, K) int16, e_mu
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old, once it is known
-    experts_old: torch.Tensor | None = None  # (B, T, L, K) int16, e_pi_old, likewise
+    experts_old: torch.Tensor | None = (
+        None  # (B, T, L, K) int16, e_pi_old (given e_mu below it, under R3)
+    )
 
 
 def round_fp8(weight: torch.Tensor) -> torch.Tensor:

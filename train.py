@@ -34,6 +34,7 @@ import traceback
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -57,7 +58,7 @@ import loss
 import moe
 import replay
 import rollout
-from launch.report import announce, append, measure, report, rewind
+from launch.report import announce, measure, report, report_evaluation, rewind
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Config:
     eps_low: float = 0.2  # trust region of pi/pi_old below 1, for negative advantages
     eps_high: float = 0.27  # and above 1, for positive ones
     length_norm: bool = False  # divide each response's sum by its length (an ablation)
-    replay: Literal["none", "R2", "R3"] = "none"  # experts of pi: pi_old's (R2), vLLM's (R3)
+    replay: Literal["none", "R2", "R3"] = "none"  # pi_old's experts in pi, or vLLM's in both
     lr: float = 5e-5  # of AdamW, constant after the warm-up; for a 30B model 1e-6 is usual
     warmup_steps: int = 0  # updates over which the learning rate rises to it
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
@@ -125,6 +126,7 @@ class Config:
                 least = f"at least {least}" if f.type is int else "positive"
                 raise ValueError(f"{flag(f.name)} {value}: must be {least}")
         engines, ablation = ranks // self.rollout_tp, self.objective == "minirl"
+        halves = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
         for name, fine, message in (
             (
                 "minibatches",
@@ -132,7 +134,11 @@ class Config:
                 "does not divide the prompts",
             ),
             ("rollout_tp", ranks % self.rollout_tp == 0, f"must divide the {ranks} ranks"),
-            ("hsdp_replicas", ranks % self.hsdp_replicas == 0, f"must divide the {ranks} ranks"),
+            (
+                "hsdp_replicas",
+                self.hsdp_replicas in halves,
+                f"must be one of {halves} for {ranks} ranks",
+            ),
             ("prompts_per_step", self.prompts_per_step >= engines, f"fewer than {engines} engines"),
             ("eval_every", not self.eval_every or self.eval_data, "needs --eval-data"),
             ("clip", self.clip or ablation, "is an ablation of minirl"),
@@ -174,6 +180,7 @@ def train(
         with phase(seconds, "rollout"):
             batch = sample(engine, examples, c.group_size, c, acc, (c.seed, step))  # y ~ mu_old, R
             engine.sleep()
+            acc.wait_for_everyone()  # the slowest engine's time is everyone's
         batch, dropped = usable(batch, config)
         adv = advantages(batch, c)
         minibatches = split(batch, adv, c, acc)
@@ -186,8 +193,9 @@ def train(
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
                 engine.sync(moe.hf_weights(model))
-                evaluate(engine, held_out, step + 1, c, acc)
+                answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
                 engine.sleep()
+            report_evaluation(step + 1, answers, c, acc)
         report(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
         seconds.clear()
         if due(c.save_every, step, c):
@@ -221,11 +229,11 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
     moe.check_weights(config, c.model)
     room = config.max_position_embeddings - c.max_new_tokens
     if room < 1:
-        raise ValueError(
-            f"--max-new-tokens {c.max_new_tokens}: the context is {config.max_position_embeddings}"
-        )
+        raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
+    if (folder := checkpoint_to_load(c)) and not (Path(folder) / "run.json").is_file():
+        raise ValueError(f"--resume {folder}: not a checkpoint of train.py")
     data = rollout.load_prompts(c.data, c.model, room, c.seed)
-    held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, c.seed + 1, 256)
+    held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, 10**8, 256)
     out = Path(c.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -243,7 +251,7 @@ def start(c: Config) -> Accelerator:
     if "RANK" not in os.environ:  # not under torchrun: a world of one rank, which needs no port
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    PartialState(cpu=not cuda)
+    PartialState(cpu=not cuda, timeout=timedelta(hours=2))  # the wait for the slowest engine
     # Without several GPUs, Accelerate 1.15 ignores an FSDP plugin and says nothing.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     compute = {"bf16": torch.bfloat16, "fp32": torch.float32}[c.precision]
@@ -304,14 +312,15 @@ def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(n), n)
 
 
-def sample(engine, examples: list[dict], k: int, c: Config, acc, seed: tuple) -> rollout.Rollout:
+def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, held_out=False):
     """This engine's share of the examples, answered k times and rewarded; ids and seeds count over all engines."""
     engines, this = acc.num_processes // c.rollout_tp, acc.process_index // c.rollout_tp
     first, end = (len(examples) * i // engines for i in (this, this + 1))
     prompts = [e["tokens"] for e in examples[first:end]]
     sampling = {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
     batch = engine.generate(prompts, k, seed=seed, first_prompt=first, **sampling)
-    grade = rollout.addition_reward if c.data == "addition" else rollout.reward
+    task = c.eval_data if held_out else c.data
+    grade = rollout.addition_reward if task == "addition" else rollout.reward
     answers = [examples[i]["answer"] for i in batch.group_ids]
     rewards = [grade(y, a) for y, a in zip(batch.texts, answers, strict=True)]
     return replace(batch, rewards=np.array(rewards, np.float32))
@@ -412,6 +421,8 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
         (value * acc.num_processes).backward()
         batch.loss += float(value.detach())
         batch.measured.append(measure(micro, logp.detach(), entropy, stats))
+    if not batch.responses:  # every response was dropped, on every rank: there is no gradient
+        return
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
     batch.grad_norm = float(norm.full_tensor())
     batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
@@ -420,33 +431,16 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     optimizer.zero_grad()
 
 
-# --- evaluation and checkpoints
-
-
-def evaluate(engine, data: list[dict], step: int, c: Config, acc: Accelerator) -> None:
-    """k responses to each held-out problem -> a row of eval.jsonl. The seeds are the same at every step."""
-    k = c.eval_samples
-    batch = sample(engine, data, k, c, acc, (c.seed, 2**31))
-    mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
-    rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])
-    reward, length = np.array(rows).reshape(len(data), k, 2).transpose(2, 0, 1)  # (n, k) each
-    row = {
-        "step": step,
-        "n": len(data),
-        "k": k,
-        "avg_at_k": reward.mean(),
-        "pass_at_k": reward.max(1).mean(),
-    }
-    if acc.is_main_process:
-        append(Path(c.out) / "eval.jsonl", row | {"length_mean": length.mean()})
-        line = "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems"
-        tqdm.write(line.format(**row))
+# --- checkpoints
 
 
 def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:
     """OUT/checkpoints/step-N, written beside and renamed, so that a folder of that name is complete."""
     final = Path(c.out) / "checkpoints" / f"step-{step}"
     part = final.with_suffix(".part")
+    if acc.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+    acc.wait_for_everyone()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)
     acc.wait_for_everyone()
@@ -465,17 +459,26 @@ def checkpoints(c: Config) -> list[Path]:
     return sorted((p for p in found if p.suffix != ".part"), key=lambda p: int(p.name[5:]))
 
 
+def checkpoint_to_load(c: Config) -> str | Path:
+    return (checkpoints(c) or [""])[-1] if c.resume == "auto" else c.resume
+
+
 def resume(model, optimizer, c: Config, acc: Accelerator) -> int:
-    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with."""
-    folder = (checkpoints(c) or [""])[-1] if c.resume == "auto" else c.resume
+    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with.
+
+    What the run left of later steps goes, checkpoints too: they belong to another future.
+    """
     step = 0
-    if folder:
+    if folder := checkpoint_to_load(c):
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         step = json.loads((Path(folder) / "run.json").read_text())["step"]
+    acc.wait_for_everyone()
     if acc.is_main_process:
         rewind(Path(c.out), step)
+        for later in (p for p in checkpoints(c) if int(p.name[5:]) > step):
+            shutil.rmtree(later)
     return step
 
 

@@ -30,7 +30,7 @@ def read(run: Path) -> list[dict]:
     """The rows of RUN/metrics.jsonl; ValueError naming the file if there are none."""
     path = run / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.open(encoding="utf-8")]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not rows:

@@ -5,7 +5,7 @@ Every number is the whole batch's, over all mini-batches, micro-batches and rank
 
 import importlib.metadata
 import json
-import re
+import math
 import resource
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def rewind(out: Path, step: int) -> None:
         ("eval.jsonl", step + 1),
     ):
         path = out / name
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        lines = list(path.open(encoding="utf-8")) if path.exists() else []
         kept = [
             line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_gone
         ]
@@ -63,7 +63,7 @@ def rewind(out: Path, step: int) -> None:
 
 def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
     """What a step's line is made of, in forms that add up over micro-batches and ranks."""
-    used = F.pad(micro.mask[:, 1:], (0, 1))  # inputs whose experts shaped a response token
+    used = F.pad(micro.mask[:, 1:], (0, 1))  # the inputs that predict a response token
     stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
     gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
     return {
@@ -106,7 +106,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
         "first_order_gap_max": max(gaps),
         "routing_agreement": agreement,
         "routing_flip_frac": flipped,
-        "grad_norm": float(np.mean(norms)),
+        "grad_norm": float(np.nanmean(norms)) if np.isfinite(norms).any() else math.nan,
         "loss": sum(losses) / c.minibatches,
         "rollout_tokens": int(length.sum()),
         "train_tokens": int(tokens.sum()),
@@ -153,6 +153,19 @@ def report(
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
 
 
+def report_evaluation(step: int, batch, c, acc: Accelerator) -> None:
+    """A row of eval.jsonl and a line, from k responses to each of n problems, spread over the engines."""
+    mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
+    rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])
+    reward, length = np.array(rows).reshape(-1, c.eval_samples, 2).transpose(2, 0, 1)  # (n, k) each
+    row = {"step": step, "n": len(reward), "k": c.eval_samples, "length_mean": length.mean()}
+    row |= {"avg_at_k": reward.mean(), "pass_at_k": reward.max(1).mean()}
+    if acc.is_main_process:
+        append(Path(c.out) / "eval.jsonl", row)
+        line = "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems"
+        tqdm.write(line.format(**row))
+
+
 def peak_memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -161,6 +174,15 @@ def peak_memory_gb() -> float:
 
 def append(path: Path, row: dict) -> None:
     """One JSON line, flushed; NaN and infinity, which JSON lacks, become null."""
-    text = json.dumps(row, ensure_ascii=False)
+
+    def finite(v):
+        if isinstance(v, dict | list):
+            return (
+                {k: finite(x) for k, x in v.items()}
+                if isinstance(v, dict)
+                else [finite(x) for x in v]
+            )
+        return None if isinstance(v, float) and not math.isfinite(v) else v
+
     with open(path, "a", encoding="utf-8") as f:
-        f.write(re.sub(r"(?<=[:\[ ])(NaN|-?Infinity)(?=[,\]}])", "null", text) + "\n")
+        f.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import train
+from launch import report
 from train import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +54,7 @@ def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
 
 
 def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+    return [json.loads(line) for line in (out / name).open(encoding="utf-8")]
 
 
 def untimed(row: dict) -> dict:
@@ -232,6 +233,22 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(lottery):
     assert export[0].read_bytes() == export[1].read_bytes()
 
 
+def test_rows_survive_any_text(tmp_path):
+    """A response with separators that str.splitlines knows and the word NaN is read back as it was; NaN becomes null.
+
+    Catches a file that --resume can't read again, and a sample whose text was taken for a number.
+    """
+    path = tmp_path / "samples.jsonl"
+    odd = {"step": 0, "response": "a\u2028b\u0085c\r\nd NaN, [Infinity]"}
+    for row in (odd, {"step": 1, "list": [math.nan, 1.0], "value": math.inf}):
+        report.append(path, row)
+    path.open("a", encoding="utf-8").write('{"step": 2, "torn')
+    report.rewind(tmp_path, 2)
+    assert rows(tmp_path, "samples.jsonl") == [odd, {"step": 1, "list": [None, 1.0], "value": None}]
+    report.rewind(tmp_path, 1)
+    assert rows(tmp_path, "samples.jsonl") == [odd]
+
+
 def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
     """What must be in the message -> the flags that are wrong."""
     (folder / "broken.jsonl").write_text(
@@ -272,6 +289,7 @@ def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
         "--lr nan": ["--lr", "nan"],
         "--rollout-tp 2": ["--rollout-tp", "2"],
         "--eval-every 5": ["--eval-every", "5"],
+        "--resume nowhere": ["--resume", "nowhere"],
         "--clip False": ["--objective", "grpo", "--no-clip"],
         "invalid choice: 'R4'": ["--replay", "R4"],
         "unrecognized arguments: --replya": ["--replya", "R3"],
@@ -280,7 +298,7 @@ def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
 
 
 def test_mistakes_end_in_one_line_and_code_2(lottery, tmp_path, capsys, monkeypatch):
-    """Twenty mistakes: one line that names the flag or file, exit code 2, before an engine starts.
+    """Two dozen mistakes: one line that names the flag or file, exit code 2, before an engine starts.
 
     Catches a traceback, a default in place of an error, and a mistake that is found only after minutes of start-up.
     """
