@@ -4,11 +4,11 @@ A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the Mo
 
     p   = softmax(W_r x)                          over all E experts, in fp32
     e   = the K experts with the largest p        or the K experts that were handed in (replay.py)
-    MoE = sum_{i in e} g_i * W_down_i (silu(W_gate_i x) * W_up_i x),    g_i = p_i / sum_{j in e} p_j
-                                              (or g_i = p_i, where the config has norm_topk_prob off)
+    MoE = sum_{i in e} g_i * W_down_i (silu(W_gate_i x) * W_up_i x),    g_i = p_i / sum_{j in e} p_j (*)
 
 The choice e is discrete: a rounding error in x can swap an expert, and then the token's probability jumps. The gates g
 are smooth. Replay fixes e alone; g always comes from the live p, so the router keeps its gradient (paper, Sec. 3).
+(*) or g_i = p_i, where the config has norm_topk_prob off.
 
 Letters: B sequences, T positions, S = tokens of all sequences without padding, D width, L layers, E experts, K experts
 per token, F width of an expert, V vocabulary. Sequences run packed: padding is dropped at the door, so it costs nothing
@@ -248,9 +248,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c) if c.is_moe(index) else MLP(c)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], replay: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, cos, sin, lengths, replay) -> tuple[Tensor, Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
         y, used, live = self.mlp(self.post_attention_layernorm(x), replay)
         return x + y, used, live
@@ -442,10 +440,8 @@ def save_pretrained(
     """
     out, shapes, weights = Path(out), stored_shapes(model.config), hf_weights(model, dtype)
     ends = list(itertools.accumulate(math.prod(s) * dtype.itemsize for s in shapes.values()))
-    shards = [
-        [n for n, _ in z]
-        for _, z in itertools.groupby(zip(shapes, ends, strict=True), lambda z: z[1] // shard_bytes)
-    ]
+    by_size = itertools.groupby(zip(shapes, ends, strict=True), lambda z: z[1] // shard_bytes)
+    shards = [[name for name, _ in group] for _, group in by_size]
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
     if write:
