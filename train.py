@@ -202,6 +202,7 @@ def train(
             with phase(seconds, "save"):  # counted in the next step's line
                 save(step + 1, model, optimizer, c, acc)
     export(model, c, acc)
+    engine.close()
 
 
 def due(every: int, step: int, c: Config) -> bool:

@@ -102,6 +102,10 @@ def many(lottery):
         "fp8": "--rollout-dtype fp8 --replay R3",
         "int4": "--rollout-dtype int4 --temperature 0.8",
         "bf16": "--rollout-dtype bf16",
+        **{
+            f"still-{r}": f"--rollout-dtype int4 --minibatches 2 --replay {r} --lr 1e-12"
+            for r in ("none", "R2", "R3")
+        },
         "eval": "--eval-data addition --eval-samples 2 --steps 2 --warmup-steps 3 --save-every 1 --keep 1",
     }
     jobs = [[*flags, "--out", str(folder / name), *more.split()] for name, more in variants.items()]
@@ -154,6 +158,18 @@ def test_metrics_do_not_depend_on_the_split(many):
     """
     for name in ("small-micro-batches", "checkpointing"):
         close(rows(many["plain"])[0], rows(many[name])[0], 1e-5)
+
+
+def test_pi_and_pi_old_follow_one_rule(many):
+    """While theta stays theta_old, pi/pi_old is 1 to 1e-5 in both mini-batches, under every replay mode.
+
+    The engine has int4 weights, so its routes differ, and pi_old of the second mini-batch comes from a pass of its
+    own. Trap 8: replay in one pass only (R3 with pi_old under the live router), or routes of another micro-batch.
+    """
+    for mode in ("none", "R2", "R3"):
+        row = rows(many[f"still-{mode}"])[0]
+        assert row["routing_flip_frac"] > 0.1 and row["grad_norm"] > 0, (mode, row)
+        assert abs(row["ratio_max"] - 1) < 1e-5, (mode, row["ratio_max"])
 
 
 def test_evaluation_samples_and_export(many):
