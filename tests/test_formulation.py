@@ -2,7 +2,8 @@
 
 The policies have three symbols, one of which ends a response, and at most five steps: J_seq, J_token and their gradients
 are sums over 63 responses, exact in float64. One policy is a table of logits, the other moe.py's transformer (figures.py
-has both). Every docstring names a mutation of the sources that was tried by hand and that the test caught.
+has both). Every docstring names a mutation of the sources that was tried by hand and that the test caught; where several claims
+rest on the mutated function, their tests fail along with it.
 """
 
 import copy
@@ -231,7 +232,7 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
     is routing alone. R3 makes the first factor exactly 1; replay on one side only (TRAPS 8) makes the second one wrong.
     Not luck: bitwise equality, after asserting that routes and log-probs differ without replay.
     Catches pi and pi_old under different rules.
-    Mutation: routes_for_old gives e_mu for R2 too.
+    Mutation: routes_for_old gives None for R3 too (replay in one pass only).
     """
     policy, logp_fp8, e_mu = small_moe()
     mask = policy.mask
@@ -648,7 +649,7 @@ def test_every_equation_of_a_docstring_stands_at_a_line_of_code():
     replay.py's docstring shares Eq. 5, which loss.py realizes, so its tags are looked up in both files.
     Not luck: comments are found by the tokenizer, and those without code on their line do not count. Catches a doc
     equation that its code left behind.
-    Mutation: the comment "# Eq. 3, Eq. 4" in token_weights removed.
+    Mutation: the tag "Eq. 2" removed from loss.py's docstring (a line of code then names an equation nobody states).
     """
     written, realized = {}, {}
     for module in (loss, replay):
