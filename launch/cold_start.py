@@ -2,8 +2,8 @@
 
     python launch/cold_start.py --out runs/cold-start
 
-Hardware: 2 CPU cores, 60 s, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00, and reward 0.50 at
-temperature 1. Last run 2026-11-30.
+Hardware: 2 CPU cores, about 70 s when they are idle, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00,
+and reward 0.50 at temperature 1. Last run 2026-11-30.
 
 The demonstrations write 1234+5678= out as "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912": columns a + b + carry from
 the right, then the answer. In each column the demonstrator errs with probability r = --error-rate: it flips the carry
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# Threads that wait by spinning for long (the default) take 20 times longer when another job shares the cores.
+# Threads that spin for long while they wait (the default) made this 7 times slower beside another job.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch loads
 
 import torch
