@@ -166,11 +166,11 @@ def cispo_loss(
     return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
 
 
-# name -> (objective, what its `denom` counts over the whole mini-batch)
+# name -> (objective, what its `denom` counts over the whole mini-batch, are advantages divided by the deviation)
 OBJECTIVES = {
-    "minirl": (minirl_loss, "responses"),
-    "grpo": (grpo_loss, "responses"),
-    "cispo": (cispo_loss, "tokens"),
+    "minirl": (minirl_loss, "responses", False),
+    "grpo": (grpo_loss, "responses", True),
+    "cispo": (cispo_loss, "tokens", True),
 }
 
 

@@ -454,6 +454,7 @@ def save_pretrained(
         }
         if write:
             save_file(shard, out / file, metadata={"format": "pt"})
+            (out / file).chmod(0o644)  # it comes readable by its owner alone
     if not write:
         return
     for path in Path(like).iterdir() if like else []:

@@ -58,7 +58,11 @@ import loss
 import moe
 import replay
 import rollout
-from launch.report import announce, measure, report, report_evaluation, rewind
+from launch import report
+
+DESCRIPTION = (
+    f"{__doc__.splitlines()[0]} Under torchrun, with several ranks, it is the same command."
+)
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Config:
     data: str = "addition"  # JSONL file with a "prompt" and "answer" a line, or the task addition
     eval_data: str = ""  # the same for evaluation; empty: none
     out: str = "runs/run"  # folder of everything the run leaves
-    resume: str = ""  # "auto": the newest checkpoint in --out, if any; or a checkpoint folder
+    resume: str = ""  # "auto": from the newest checkpoint in --out, if any; or from a folder
     seed: int = 0  # of data order, sampling and evaluation
     steps: int = 100  # rollout batches to train on
     prompts_per_step: int = 32  # P, prompts in a rollout batch, over all ranks
@@ -97,7 +101,7 @@ class Config:
     hsdp_replicas: int = 1  # copies of the sharded model, such as one per node
     eval_every: int = 0  # steps between evaluations (0: one at the end)
     eval_samples: int = 4  # k, responses to each problem of --eval-data
-    save_every: int = 0  # steps between checkpoints (0: one at the end)
+    save_every: int = 50  # steps between checkpoints (0: one at the end)
     keep: int = 2  # newest checkpoints that stay on disk
     log_with: Literal["none", "tensorboard", "wandb"] = "none"  # Accelerate tracker besides files
 
@@ -108,7 +112,7 @@ class Config:
     @classmethod
     def from_flags(cls, argv: list[str] | None = None) -> "Config":
         """The fields as command-line flags: --prompts-per-step 8, --clip / --no-clip."""
-        parser = argparse.ArgumentParser("train.py", description=__doc__.splitlines()[0])
+        parser = argparse.ArgumentParser("train.py", description=DESCRIPTION, allow_abbrev=False)
         parser.error = fail
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
         for f in dataclasses.fields(cls):
@@ -125,25 +129,33 @@ class Config:
             if (f.type is int and value < least) or (f.type is float and not value > 0):
                 least = f"at least {least}" if f.type is int else "positive"
                 raise ValueError(f"{flag(f.name)} {value}: must be {least}")
-        engines, ablation = ranks // self.rollout_tp, self.objective == "minirl"
-        halves = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
+        engines, objective = ranks // self.rollout_tp, loss.OBJECTIVES[self.objective][0]
+        copies = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
+        P, tracker = self.prompts_per_step, self.log_with
         for name, fine, message in (
-            (
-                "minibatches",
-                self.prompts_per_step % self.minibatches == 0,
-                "does not divide the prompts",
-            ),
+            ("minibatches", P % self.minibatches == 0, f"does not divide --prompts-per-step {P}"),
             ("rollout_tp", ranks % self.rollout_tp == 0, f"must divide the {ranks} ranks"),
-            (
-                "hsdp_replicas",
-                self.hsdp_replicas in halves,
-                f"must be one of {halves} for {ranks} ranks",
-            ),
-            ("prompts_per_step", self.prompts_per_step >= engines, f"fewer than {engines} engines"),
+            ("hsdp_replicas", self.hsdp_replicas in copies, f"{ranks} ranks allow {copies}"),
+            ("prompts_per_step", engines <= P, f"fewer than {engines} engines"),
+            ("lr", self.lr < 1, "must be below 1"),
+            ("temperature", self.temperature < math.inf, "must be finite"),
+            ("rollout_memory", self.rollout_memory < 1, "must be below 1"),
+            ("eps_low", self.eps_low <= 1, "must be at most 1"),
             ("eval_every", not self.eval_every or self.eval_data, "needs --eval-data"),
-            ("clip", self.clip or ablation, "is an ablation of minirl"),
-            ("is_correction", self.is_correction or ablation, "is an ablation of minirl"),
-            ("length_norm", not self.length_norm or ablation, "is an ablation of minirl"),
+            (
+                "log_with",
+                tracker == "none" or importlib.util.find_spec(tracker),
+                "is not installed",
+            ),
+            *(
+                (
+                    n,
+                    getattr(self, n) == getattr(Config, n)
+                    or n in inspect.signature(objective).parameters,
+                    f"is nothing that {self.objective} knows",
+                )
+                for n in ("clip", "is_correction", "length_norm")
+            ),
         ):
             if not fine:
                 raise ValueError(f"{flag(name)} {getattr(self, name)}: {message}")
@@ -166,12 +178,17 @@ def fail(message: object) -> None:
 
 
 def train(
-    c: Config, acc: Accelerator, config: moe.MoEConfig, data: list[dict], held_out: list[dict]
+    c: Config,
+    acc: Accelerator,
+    config: moe.MoEConfig,
+    data: list,
+    held_out: list,
+    checkpoint: Path | None,
 ) -> None:
     engine = make_engine(c, acc, data + held_out)  # first: vLLM measures how much memory is free
     model, optimizer = make_model(c, config, acc)
-    begin, seconds = resume(model, optimizer, c, acc), defaultdict(float)
-    announce(model, c, acc)
+    begin, seconds = resume(model, optimizer, checkpoint, c, acc), defaultdict(float)
+    report.announce(model, c, acc)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
         examples = pick(data, step, c)
@@ -195,8 +212,8 @@ def train(
                 engine.sync(moe.hf_weights(model))
                 answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
                 engine.sleep()
-            report_evaluation(step + 1, answers, c, acc)
-        report(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
+            report.write_evaluation(step + 1, answers, c, acc)
+        report.write_step(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
         seconds.clear()
         if due(c.save_every, step, c):
             with phase(seconds, "save"):  # counted in the next step's line
@@ -221,7 +238,7 @@ def phase(seconds: dict[str, float], name: str):
 # --- before the first step
 
 
-def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
+def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
     """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
     c.check(int(os.environ.get("WORLD_SIZE", 1)))
     if not importlib.util.find_spec("vllm"):
@@ -231,19 +248,9 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict]]:
     room = config.max_position_embeddings - c.max_new_tokens
     if room < 1:
         raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
-    if (folder := checkpoint_to_load(c)) and not (Path(folder) / "run.json").is_file():
-        raise ValueError(f"--resume {folder}: not a checkpoint of train.py")
     data = rollout.load_prompts(c.data, c.model, room, c.seed)
     held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, 10**8, 256)
-    out = Path(c.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").touch()
-    except OSError as error:
-        raise ValueError(f"--out {c.out}: cannot be written ({error.strerror})") from None
-    if not c.resume and (out / "metrics.jsonl").exists():
-        raise ValueError(f"--out {c.out}: holds a run; add --resume auto or take another folder")
-    return config, data, held_out or []
+    return config, data, held_out or [], report.open_folder(Path(c.out), c.resume)
 
 
 def start(c: Config) -> Accelerator:
@@ -345,7 +352,8 @@ def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollo
 
 def advantages(batch: rollout.Rollout, c: Config) -> Tensor:
     rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
-    return loss.group_advantages(rewards, group_ids, std_norm=c.objective != "minirl")  # (B,)
+    std_norm = loss.OBJECTIVES[c.objective][2]
+    return loss.group_advantages(rewards, group_ids, std_norm)  # (B,)
 
 
 # --- training
@@ -409,7 +417,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
 
     In the first mini-batch of a step theta is theta_old: pi is pi_old, and recording it here saves a pass.
     """
-    objective, counted = loss.OBJECTIVES[c.objective]
+    objective, counted, _ = loss.OBJECTIVES[c.objective]
     flags = {k: v for k, v in vars(c).items() if k in inspect.signature(objective).parameters}
     for micro in batch.micro:
         experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
@@ -421,7 +429,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
         # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
         (value * acc.num_processes).backward()
         batch.loss += float(value.detach())
-        batch.measured.append(measure(micro, logp.detach(), entropy, stats))
+        batch.measured.append(report.measure(micro, logp.detach(), entropy, stats))
     if not batch.responses:  # every response was dropped, on every rank: there is no gradient
         return
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
@@ -449,37 +457,22 @@ def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:
         (part / "run.json").write_text(json.dumps({"step": step, "config": vars(c)}))
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        for old in checkpoints(c)[: -c.keep]:
+        for old in report.checkpoints(Path(c.out))[: -c.keep]:
             shutil.rmtree(old)
     acc.wait_for_everyone()
 
 
-def checkpoints(c: Config) -> list[Path]:
-    """The complete checkpoints of this run, oldest first."""
-    found = (Path(c.out) / "checkpoints").glob("step-*")
-    return sorted((p for p in found if p.suffix != ".part"), key=lambda p: int(p.name[5:]))
-
-
-def checkpoint_to_load(c: Config) -> str | Path:
-    return (checkpoints(c) or [""])[-1] if c.resume == "auto" else c.resume
-
-
-def resume(model, optimizer, c: Config, acc: Accelerator) -> int:
-    """Loads the checkpoint that --resume asks for, on any number of ranks -> the step to go on with.
-
-    What the run left of later steps goes, checkpoints too: they belong to another future.
-    """
+def resume(model, optimizer, folder: Path | None, c: Config, acc: Accelerator) -> int:
+    """Loads a checkpoint, written on any number of ranks -> the step to go on with (0 without one)."""
     step = 0
-    if folder := checkpoint_to_load(c):
+    if folder:
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        step = json.loads((Path(folder) / "run.json").read_text())["step"]
+        step = json.loads((folder / "run.json").read_text())["step"]
     acc.wait_for_everyone()
     if acc.is_main_process:
-        rewind(Path(c.out), step)
-        for later in (p for p in checkpoints(c) if int(p.name[5:]) > step):
-            shutil.rmtree(later)
+        report.rewind(Path(c.out), step)
     return step
 
 
@@ -500,6 +493,8 @@ def main() -> None:
         prepared = prepare(c)
     except ValueError as error:
         fail(error)
+    if prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists():
+        return print(f"{c.out}: has run its --steps {c.steps} already")
     code = 1
     try:
         acc = start(c)
@@ -507,6 +502,9 @@ def main() -> None:
         acc.wait_for_everyone()
         acc.end_training()  # trackers, process group
         code = 0
+    except KeyboardInterrupt:
+        print("\ninterrupted; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        code = 130
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -26,7 +26,7 @@ import moe
 import train
 
 PUBLISHED = {  # config.json of Qwen/Qwen3-30B-A3B, as far as moe.py reads it
-    "architectures": [moe.ARCHITECTURE], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "architectures": [moe.ARCHITECTURE], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
     "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
     "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "decoder_sparse_step": 1,
@@ -64,7 +64,7 @@ ASLEEP = 6e9  # CUDA graphs and buffers that vLLM keeps at sleep level 2: 5 to 8
 SLACK_BUFFERS, SLACK_ACTIVATIONS = 3.3, 0.5
 MFU = 0.166  # theirs, without recomputation counted
 # vLLM's decode step: share of the HBM's speed, s a step, s a sequence and step; and what a published run took beyond it.
-DECODE = {"hbm": 0.6, "step": 4e-3, "sequence": 12e-6, "beyond": 1.3}
+DECODE = {"hbm": 0.6, "step": 4e-3, "seq": 12e-6, "beyond": 1.3}
 SYNC_TENSOR = 110e-6  # s of Python a tensor in vLLM's reload, measured on a CPU
 ENGINE_TOKENS, ENGINE_SEQUENCES = 16384, 256  # rollout.device_arguments, train.make_engine
 
@@ -75,17 +75,52 @@ class Row:
 
     name: str
     value: float
-    formula: str
+    words: str
     unit: str = "GB"
 
     def __str__(self) -> str:
         shown = self.value / {"GB": 1e9, "KB": 1e3}.get(self.unit, 1)
-        number = f"{shown:,.0f}" if self.unit == "" else f"{shown:,.2f}"
-        return f"  {self.name:<42}{number:>15} {self.unit:<3} {self.formula}"
+        number = f"{shown:,.2f}" if self.unit else f"{shown:,.0f}"
+        return f"  {self.name:<32}{number:>15} {self.unit:<3} {self.words}"
 
 
 def total(rows: list[Row]) -> float:
     return sum(row.value for row in rows)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a model, by what becomes of them."""
+
+    all: int
+    active: int  # used by a token: K of E experts; the head, but not the embedding's look-up
+    layer: int  # the largest, a unit of FSDP
+    root: int  # embedding, head and last norm, another unit
+    head: int
+    experts: int
+    linear: int  # experts and projections: what fp8 rounds
+    largest: int  # of one tensor
+
+    @classmethod
+    def of(cls, c: moe.MoEConfig) -> "Count":
+        D, E, K, dense = c.hidden_size, c.num_experts, c.num_experts_per_tok, len(c.dense_layers)
+        L, sparse = c.num_hidden_layers, c.num_hidden_layers - dense
+        heads = c.num_attention_heads + c.num_key_value_heads
+        projections, norms = 2 * D * c.head_dim * heads, 2 * c.head_dim + 2 * D
+        expert, mlp, gate = 3 * D * c.moe_intermediate_size, 3 * D * c.intermediate_size, E * D
+        head = c.vocab_size * D
+        root = head * (1 if c.tie_word_embeddings else 2) + D
+        rest = L * (projections + norms) + sparse * gate + dense * mlp  # of the layers
+        return cls(
+            all=rest + sparse * E * expert + root,
+            active=rest + sparse * K * expert + head,
+            layer=projections + norms + (E * expert + gate if sparse else mlp),
+            root=root,
+            head=head,
+            experts=sparse * E * expert,
+            linear=sparse * E * expert + dense * mlp + L * projections,
+            largest=max(head, E * expert * 2 // 3 if sparse else 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,44 +135,14 @@ class Job:
     network: float = 50e9  # bytes a second and GPU between nodes, one way
     prompt: int = 1024  # tokens
     mean: int = 0  # response tokens; 0: all as long as allowed
-    cuda_kernels: bool = (
-        True  # False: the CPU's norms, attention and expert sum, which keep more for backward
-    )
+    cuda_kernels: bool = True  # False: a CPU's, which keep more for backward
 
     @cached_property
-    def count(self) -> dict[str, int]:
-        """Parameters: of all, of the largest layer, of the root (embedding, head, norm), used by a token, quantized."""
-        c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-        norms, gate = 2 * c.head_dim + 2 * c.hidden_size, c.num_experts * c.hidden_size
-        expert, dense = (
-            3 * c.hidden_size * width for width in (c.moe_intermediate_size, c.intermediate_size)
-        )
-        moe_layers, vocab = (
-            c.num_hidden_layers - len(c.dense_layers),
-            c.vocab_size * c.hidden_size,
-        )
-        mlps = [c.num_experts * expert + gate] * bool(moe_layers) + [dense] * bool(c.dense_layers)
-        fixed = attention + norms  # of every layer
-        root = vocab * (1 if c.tie_word_embeddings else 2) + c.hidden_size
-        experts = moe_layers * c.num_experts * expert
-        mlp = experts + moe_layers * gate + len(c.dense_layers) * dense
-        return {
-            "total": c.num_hidden_layers * fixed + mlp + root,
-            "layer": fixed + max(mlps),
-            "root": root,
-            "head": vocab,
-            "active": c.num_hidden_layers * fixed
-            + moe_layers * (c.num_experts_per_tok * expert + gate)
-            + len(c.dense_layers) * dense
-            + vocab,
-            "experts": experts,
-            "linear": experts + c.num_hidden_layers * attention + len(c.dense_layers) * dense,
-            "largest": c.num_experts * expert * 2 // 3 if moe_layers else vocab,
-        }
+    def count(self) -> Count:
+        return Count.of(self.config)
 
     @property
-    def shards(self) -> int:
+    def shards(self) -> int:  # S
         return self.gpus // self.run.hsdp_replicas
 
     @property
@@ -145,8 +150,16 @@ class Job:
         return 2 if self.run.precision == "bf16" else 4
 
     @property
+    def engine_width(self) -> int:
+        return 4 if self.run.engine_dtype == "fp32" else 2
+
+    @property
     def response(self) -> int:
         return self.mean or self.run.max_new_tokens
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.run.max_new_tokens
 
     @property
     def responses(self) -> int:
@@ -159,28 +172,35 @@ class Job:
 
     @property
     def micro_tokens(self) -> int:
-        """Of the largest micro-batch: a sequence is not cut, and there may be fewer tokens than allowed."""
-        longest = self.prompt + self.run.max_new_tokens
-        return max(longest, min(self.run.micro_batch_tokens, self.rank_tokens))
+        """Of the largest micro-batch: no sequence is cut, and there may be fewer than allowed."""
+        return max(self.longest, min(self.run.micro_batch_tokens, self.rank_tokens))
 
     @property
     def micro_batches(self) -> int:
         """In one gradient update of one rank."""
         return math.ceil(self.rank_tokens / self.run.minibatches / self.micro_tokens)
 
-    @property
-    def link(self) -> float:
-        return self.gpu.link if self.shards <= self.gpus_per_node else self.network
-
 
 # --- training memory
 
 
 def states(job: Job) -> list[Row]:
-    share = job.count["total"] / job.shards
+    share = job.count.all / job.shards
     return [
         Row("masters", 4 * share, "4 bytes x P / S"),
-        Row("Adam moments", 8 * share, "two fp32 x P / S"),
+        Row("Adam moments", 8 * share, "2 x 4 bytes x P / S"),
+    ]
+
+
+def buffers(job: Job) -> list[Row]:
+    """What FSDP holds whole while backward is in a layer."""
+    n, b = job.count, job.width
+    return [
+        Row("embedding, head, gathered", b * n.root, "b x both, from first to last layer"),
+        Row("layers, gathered", 2 * b * n.layer, "b x layer: this one and the next"),
+        Row("gradient of the head", b * n.head, "b x V D, until the end of backward"),
+        Row("gradient of a layer", b * n.layer, "b x layer, whole"),
+        Row("reduce-scatter input", 4 * n.layer, "4 bytes x layer: sums are fp32"),
     ]
 
 
@@ -191,185 +211,144 @@ def saved(job: Job) -> list[Row]:
     if len(c.dense_layers) == c.num_hidden_layers:
         K, F = 1, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    lse, ids = 4 * c.num_attention_heads, 36 * K
     rows = [
-        Row("norms", b * (4 * D + q + kv), "b x (input and output of two: 4 D; of q and k: input)"),
-        Row(
-            "attention",
-            b * (2 * q + 2 * kv) + 4 * c.num_attention_heads,
-            "b x (q, k, v, output); log-sum-exp of a head",
-        ),
-        Row("router", 4 * c.num_experts + 36 * K, "fp32 of E experts; ids, order, gates of K"),
-        Row("expert rows", b * K * 2 * D, "b x K x (input D, output D)"),
-        Row("inside experts", b * K * 4 * F, "b x K x 4 F (gate, up, silu, product)"),
+        Row("norms", b * (4 * D + q + kv), "b x (two inputs, two outputs, q, k before theirs)"),
+        Row("attention", b * 2 * (q + kv) + lse, "b x (q, k, v, output), a log-sum-exp a head"),
+        Row("router", 4 * c.num_experts + ids, "4 bytes x E, ids, order and gates of K"),
+        Row("rows of experts", b * K * 2 * D, "b x K x 2 D: input, output"),
+        Row("inside experts", b * K * 4 * F, "b x K x 4 F: gate, up, silu, product"),
     ]
     if not job.cuda_kernels:
-        twice = (8 - b) * (2 * D + q + kv)
+        norms = (8 - b) * (2 * D + q + kv)
         rows += [
-            Row(
-                "norms on a CPU",
-                twice,
-                "two fp32 copies of each norm's input, which then is not kept",
-            ),
-            Row("attention on a CPU", b * q, "b x the output, transposed"),
-            Row("expert sum on a CPU", b * K * D, "b x K x D (index_add keeps its rows)"),
+            Row("norms of a CPU", norms, "two fp32 copies of each input in its place"),
+            Row("attention of a CPU", b * q, "b x output, transposed"),
+            Row("sum of experts, CPU", b * K * D, "b x K D: index_add keeps its rows"),
         ]
     return [replace(row, unit="KB") for row in rows]
 
 
-def kept(job: Job) -> tuple[float, float]:
-    """Bytes of activations that wait for backward, of each layer; and of the one layer that backward is in."""
-    whole = total(saved(job)) * job.micro_tokens
-    if not job.run.activation_checkpointing:
-        return whole, whole
-    return job.width * job.config.hidden_size * job.micro_tokens, whole
+def activations(job: Job, layers: int) -> list[Row]:
+    """Of `layers` layers that wait for backward, and of the one that backward is in."""
+    tokens, inside = job.micro_tokens, total(saved(job))
+    again = job.run.activation_checkpointing
+    each = job.width * job.config.hidden_size if again else inside
+    words = f"{layers} layers x {tokens:,} tokens x {'b D' if again else 'what a layer saves'}"
+    return [
+        Row("activations", layers * each * tokens, words),
+        Row("one layer in backward", inside * tokens, f"{tokens:,} tokens x what a layer saves"),
+    ]
 
 
-def routes(job: Job) -> float:
-    """Bytes of the step's micro-batches on the GPU: int16 experts of vLLM and of pi_old, tokens, mask, log-probs."""
-    per_token = job.config.num_hidden_layers * job.config.num_experts_per_tok
-    return job.rank_tokens * (2 * 2 * per_token + 8 + 1 + 4 + 4)
+def routes(job: Job) -> Row:
+    """Of a step's micro-batches, which are all on the GPU, with tokens, masks and log-probs."""
+    a_token = job.config.num_hidden_layers * job.config.num_experts_per_tok
+    value = job.rank_tokens * (4 * a_token + 17)
+    return Row("routes of the step", value, "tokens of a rank x (int16 x L K, vLLM's and pi_old's)")
 
 
 def training(job: Job) -> dict[str, list[Row]]:
-    """Rows of each moment of an update at which memory may peak; the states are in all of them."""
+    """The rows of each moment of an update at which memory may peak; tensors only."""
     n, b, L = job.count, job.width, job.config.num_hidden_layers
-    each, inside = kept(job)
-    kind = "layer inputs, b x D" if job.run.activation_checkpointing else "saved tensors"
-    grads = 4 * n["total"] / job.shards
-    early = grads if job.micro_batches > 1 else 4 * n["layer"] / job.shards
-    row_of_head = f"4 fp32 blocks of {moe.LOGIT_CHUNK:,} (moe.LOGIT_CHUNK)"
-    chunk = min(moe.LOGIT_CHUNK, job.micro_tokens * job.config.vocab_size)
-    root = Row(
-        "embedding and head, gathered", b * n["root"], "b x (embedding + head), all pass long"
+    chunk = 4 * min(moe.LOGIT_CHUNK, job.micro_tokens * job.config.vocab_size)
+    later = job.micro_batches > 1  # gradients of earlier micro-batches are there
+    root, layers, head, *flight = buffers(job)
+    replayed = (
+        job.run.replay != "none" and job.micro_tokens * 8 * L * job.config.num_experts_per_tok
     )
-    layers = Row("gathered layers", 2 * b * n["layer"], "b x layer, this one and the next")
-    head = Row("gradient of the head", b * n["head"], "b x V x D, until the end of backward")
-    flight = [
-        Row("gradient of a layer, whole", b * n["layer"], "b x layer"),
-        Row("reduce-scatter input", 4 * n["layer"], "4 bytes x layer (reduced in fp32)"),
-    ]
-    ids = 8 * L * job.config.num_experts_per_tok * job.micro_tokens * (job.run.replay != "none")
-    shared = [
-        *states(job),
-        root,
-        Row("routes of the step", routes(job), "tokens of a rank x (2 x int16 x L x K + 17)"),
-        Row("replayed routes", ids, "int64 x L x K x tokens of a micro-batch"),
-    ]
+    fixed = [*states(job), routes(job)]
+    passing = [*fixed, root, head, Row("routes replayed", replayed, "micro-batch x int64 x L K")]
 
-    def gradients(value: float) -> Row:
-        return Row(
-            "gradients", value, "4 bytes x P / S; in a first micro-batch, of the layers done"
-        )
+    def gradients(of: float) -> Row:
+        words = "4 bytes x P / S" if of == n.all else "4 bytes x layers that are done / S"
+        return Row("gradients", 4 * of / job.shards, words)
 
-    def waiting(layers: int) -> Row:
-        return Row(
-            "activations", layers * each, f"{layers} layers x {job.micro_tokens:,} tokens x {kind}"
-        )
-
-    one = Row(
-        "one layer in backward", inside, f"{job.micro_tokens:,} tokens x what a layer saves (below)"
-    )
-    step = [*states(job), gradients(grads)]
+    logits = Row("logits", 4 * chunk, "4 fp32 blocks of moe.LOGIT_CHUNK")
+    both = Row("gradients of the root", (b + 4) * n.root, "(b + 4) x both")
+    early, whole = gradients(n.all if later else n.layer), gradients(n.all)
+    waiting, one = activations(job, L - 1)
     return {
-        "loss": [*shared, waiting(L), head, Row("logits", 4 * 4 * chunk, row_of_head)]
-        + [gradients(early if job.micro_batches > 1 else 0)],
-        "last layer": [*shared, gradients(early), layers, head, *flight, waiting(L - 1), one],
-        "first layer": [*shared, gradients(grads), layers, head, *flight, one],
-        "end": [*shared, gradients(grads)]
-        + [Row("gradients of embedding and head", (b + 4) * n["root"], "whole, (b + 4) x both")],
-        "optimizer": [*step, Row("routes of the step", routes(job), "as above")],
+        "loss": [*passing, gradients(n.all * later), activations(job, L)[0], logits],
+        "last layer": [*passing, early, layers, *flight, waiting, one],
+        "first layer": [*passing, whole, layers, *flight, one],
+        "end of backward": [*fixed, root, whole, both],
+        "optimizer": [*fixed, whole],
     }
 
 
 def peak(job: Job) -> tuple[str, list[Row]]:
-    """The moment of an update that needs most, without what the tracker cannot see."""
+    """The moment of an update that needs most."""
     return max(training(job).items(), key=lambda moment: total(moment[1]))
 
 
 def unseen(job: Job) -> list[Row]:
-    """What a GPU holds in an update beside the tensors of the arithmetic."""
-    names = ("embedding and head, gathered", "gathered layers", "gradient of a layer, whole")
-    names += ("gradient of the head", "reduce-scatter input")
-    rows = training(job)["last layer"]
-    buffers = total([row for row in rows if row.name in names])
-    activations = total(
-        [row for row in rows if row.name in ("activations", "one layer in backward")]
-    )
-    slack = SLACK_BUFFERS * buffers + SLACK_ACTIVATIONS * activations
+    """What a GPU holds in an update beside those tensors."""
+    kept = activations(job, job.config.num_hidden_layers - 1)
+    slack = SLACK_BUFFERS * total(buffers(job)) + SLACK_ACTIVATIONS * total(kept)
     words = (
-        f"{SLACK_BUFFERS} x gathered buffers + {SLACK_ACTIVATIONS} x activations (prime-rl's peaks)"
+        f"{SLACK_BUFFERS} x FSDP's buffers + {SLACK_ACTIVATIONS} x activations (prime-rl's peaks)"
     )
     return [
-        Row("workspace, streams, fragments", slack, words),
-        Row("engine asleep", ASLEEP, "CUDA graphs, buffers (sleep level 2)"),
-        Row("CUDA context, NCCL", CONTEXT, "estimate"),
+        Row("workspace, fragments", slack, words),
+        Row("engine asleep", ASLEEP, "CUDA graphs, buffers; an estimate"),
+        Row("CUDA context, NCCL", CONTEXT, "an estimate"),
     ]
 
 
 # --- the engine
 
 
-def engine_weights(job: Job) -> float:
-    """Bytes a GPU."""
-    n, tp = job.count, job.run.rollout_tp
-    if job.run.engine_dtype != "fp8":
-        return n["total"] * (4 if job.run.engine_dtype == "fp32" else 2) / tp
-    part = job.config.moe_intermediate_size / tp
-    padding = n["experts"] * (128 * math.ceil(part / 128) / part - 1)  # to whole 128 x 128 blocks
-    return (2 * (n["total"] - n["linear"]) + n["linear"] + padding) / tp
+def engine_weights(job: Job) -> Row:
+    n, tp, dtype = job.count, job.run.rollout_tp, job.run.engine_dtype
+    if dtype != "fp8":
+        value, words = job.engine_width * n.all, f"{job.engine_width} bytes x P"
+    else:
+        part = job.config.moe_intermediate_size / tp  # padded to whole blocks of 128
+        padding = n.experts * (128 * math.ceil(part / 128) / part - 1)
+        value, words = 2 * n.all - n.linear + padding, "1 byte x projections, experts; 2 x the rest"
+    return Row("engine weights", value / tp, f"{words}; / {tp} (--rollout-tp)")
 
 
 def kv_token(job: Job) -> int:
     """Bytes of one token's keys and values on one GPU of an engine."""
-    heads = math.ceil(job.config.num_key_value_heads / job.run.rollout_tp)
-    number = 4 if job.run.engine_dtype == "fp32" else 2
-    return 2 * heads * job.config.head_dim * job.config.num_hidden_layers * number
+    c = job.config
+    heads = math.ceil(c.num_key_value_heads / job.run.rollout_tp)
+    return 2 * heads * c.head_dim * c.num_hidden_layers * job.engine_width
 
 
 def engine(job: Job) -> list[Row]:
-    """The engine's memory while it is awake: all that --rollout-memory lets it claim."""
-    c = job.config
-    weights = engine_weights(job)
-    rows = 2 * c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
-    work = ENGINE_TOKENS * rows + 2 * 4 * ENGINE_SEQUENCES * c.vocab_size
-    claim = job.run.rollout_memory * job.gpu.memory
-    dtype, tp = job.run.engine_dtype, job.run.rollout_tp
-    words = {"fp8": "1 byte x experts and attention + 2 x the rest", "fp32": "4 bytes x P"}
+    """The engine awake: all that --rollout-memory lets it claim."""
+    c, weights = job.config, engine_weights(job)
+    width = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
+    work = 2 * ENGINE_TOKENS * width + 8 * ENGINE_SEQUENCES * c.vocab_size
+    rest = job.run.rollout_memory * job.gpu.memory - weights.value - work
     return [
-        Row("engine weights", weights, f"{words.get(dtype, '2 bytes x P')}, / --rollout-tp {tp}"),
-        Row("engine workspace", work, f"{ENGINE_TOKENS:,} tokens x K rows + logits of 256"),
-        Row("KV cache", claim - weights - work, "rest of --rollout-memory x the GPU's memory"),
+        weights,
+        Row("engine workspace", work, f"{ENGINE_TOKENS:,} tokens x K rows, logits of 256"),
+        Row("KV cache", rest, f"the rest of {job.run.rollout_memory} x the GPU's memory"),
     ]
 
 
 def sequences(job: Job) -> dict[str, int]:
-    """Responses of an engine in a step; how many run at once; how many of mean length its cache holds."""
+    """An engine's responses in a step; its cache in tokens; how many responses run at once."""
     prompts = math.ceil(job.run.prompts_per_step * job.run.rollout_tp / job.gpus)
-    cache = max(0, int(engine(job)[2].value // kv_token(job)))
-    held, all_ = cache // (job.prompt + job.response), prompts * job.run.group_size
-    running = max(1, min(ENGINE_SEQUENCES, all_, cache // (job.prompt + job.response // 2)))
-    return {"all": all_, "running": running, "held": held, "cache": cache}
+    cache, all_ = int(engine(job)[-1].value // kv_token(job)), prompts * job.run.group_size
+    running = min(ENGINE_SEQUENCES, all_, cache // (job.prompt + job.response // 2))
+    return {"all": all_, "cache": max(cache, 0), "running": max(running, 1)}
 
 
 def phases(job: Job) -> dict[str, list[Row]]:
-    """What a GPU holds in each phase of a step: the rows of its most demanding moment."""
+    """What a GPU holds in each phase of a step, at its most demanding moment."""
     n, tp = job.count, job.run.rollout_tp
-    context = Row("CUDA context, NCCL, CUDA graphs", CONTEXT, "estimate")
-    old = Row("routes of the last step", routes(job), "held until the next mini-batches are made")
-    awake = [*states(job), *engine(job), old, context]
-    number = 4 if job.run.engine_dtype == "fp32" else 2
-    flight = number * n["layer"] * (1 + 1 / tp)
+    old = replace(routes(job), words="the last step's live until the next are made")
+    awake = [*states(job), *engine(job), old, Row("CUDA context, NCCL", CONTEXT, "an estimate")]
+    flight = job.engine_width * n.layer * (1 + 1 / tp)
     return {
         "sync": [
             *awake,
-            Row(
-                "one parameter, gathered",
-                4 * n["largest"],
-                "4 bytes x the largest parameter (experts)",
-            ),
-            Row(
-                "one layer in flight", flight, "engine dtype x layer: as sent, and as vLLM loads it"
-            ),
+            Row("one parameter, gathered", 4 * n.largest, "4 bytes x the largest tensor"),
+            Row("one layer in flight", flight, "engine dtype x layer: sent, and as vLLM loads it"),
         ],
         "rollout": awake,
         "train": [*peak(job)[1], *unseen(job)],
@@ -379,90 +358,60 @@ def phases(job: Job) -> dict[str, list[Row]]:
 # --- time
 
 
-def flops(job: Job) -> tuple[float, float]:
-    """Of one token's forward pass: matrices; attention at the mean sequence."""
-    c = job.config
-    context = (job.prompt + job.response) / 2
-    heads = c.num_attention_heads * c.head_dim
-    return 2 * job.count["active"], 4 * heads * context * c.num_hidden_layers
+def forward(job: Job) -> float:
+    """FLOPs of a token's forward pass, at the middle of a mean sequence."""
+    c, middle = job.config, (job.prompt + job.response) / 2
+    return (
+        2 * job.count.active + 4 * c.num_attention_heads * c.head_dim * middle * c.num_hidden_layers
+    )
 
 
 def training_time(job: Job) -> list[Row]:
-    forward, tokens = sum(flops(job)), job.rank_tokens
-    passes = 4 if job.run.activation_checkpointing else 3
-    old = 1 - 1 / job.run.minibatches
-    head = 2 * job.count["head"]
-    work = tokens * ((passes + old) * forward + head)
-    whole = 1 - 1 / job.shards
-    moved = 2 * job.width + 4 + old * job.width
-    micro = job.micro_batches * job.run.minibatches
-    bytes_ = micro * moved * job.count["total"] * whole
-    if job.run.hsdp_replicas > 1:
-        bytes_ += micro * 2 * 4 * job.count["total"] / job.shards * job.link / job.network
+    c, tokens, N = job.run, job.rank_tokens, job.run.minibatches
+    old, passes, micro = 1 - 1 / N, 4 if c.activation_checkpointing else 3, job.micro_batches * N
+    work = tokens * ((passes + old) * forward(job) + 2 * job.count.head)
+    gathers = (2 + old) * job.width + 4
+    moved = micro * gathers * job.count.all * (1 - 1 / job.shards)
+    link = job.gpu.link if job.shards <= job.gpus_per_node else job.network
+    traffic = moved / link
+    if c.hsdp_replicas > 1:
+        traffic += micro * 2 * 4 * job.count.all / job.shards / job.network
+    usual = tokens * (3 + old) * forward(job) / MFU / job.gpu.flops
+    words = f"{micro} micro-batches x P x ({2 + old:g} gathers of b, reduction of 4 bytes) / link"
     return [
-        Row(
-            "compute",
-            work / job.gpu.flops,
-            f"tokens x ({passes} + {old:g} old) forwards / peak FLOP/s",
-            "s",
-        ),
-        Row(
-            "FSDP traffic",
-            bytes_ / job.link,
-            f"{micro} passes x (2 gathers + fp32 reduce-scatter) / link",
-            "s",
-        ),
-        Row(
-            "expected",
-            max(tokens * (3 + old) * forward / (MFU * job.gpu.flops), bytes_ / job.link),
-            f"tokens x {3 + old:g} forwards / {MFU:.1%} of peak (prime-rl's 8 H200)",
-            "s",
-        ),
+        Row("compute", work / job.gpu.flops, f"tokens x {passes + old:g} forwards / FLOP/s", "s"),
+        Row("traffic", traffic, words, "s"),
+        Row("bound", max(work / job.gpu.flops, traffic), "the larger: they overlap", "s"),
+        Row("expected", max(usual, traffic), f"compute at {MFU:.1%} (prime-rl, 8 H200)", "s"),
     ]
 
 
 def rollout_time(job: Job) -> list[Row]:
-    c, s, tp = job.config, sequences(job), job.run.rollout_tp
+    c, s = job.config, sequences(job)
     steps = max(job.run.max_new_tokens, math.ceil(s["all"] * job.response / s["running"]))
-    dense = c.num_experts_per_tok / c.num_experts
-    touched = 1 - (1 - dense) ** s["running"]  # share of the experts, if tokens chose at random
-    experts = job.count["experts"] / job.count["total"]
-    read = engine_weights(job) * (1 - experts + experts * touched)
+    touched = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** s["running"]
+    untouched = (1 - touched) * job.count.experts / job.count.all
+    read = engine_weights(job).value * (1 - untouched)
     read += s["running"] * kv_token(job) * (job.prompt + job.response / 2)
-    compute = s["running"] * sum(flops(job)) / tp / job.gpu.flops
-    step = max(read / job.gpu.hbm, compute)
-    taken = read / job.gpu.hbm / DECODE["hbm"] + DECODE["step"] + DECODE["sequence"] * s["running"]
+    compute = s["running"] * forward(job) / job.run.rollout_tp / job.gpu.flops
+    usual = read / job.gpu.hbm / DECODE["hbm"] + DECODE["step"] + DECODE["seq"] * s["running"]
+    one = max(read / job.gpu.hbm, compute)
+    rule = f"longest, or {s['all']} responses, {s['running']} at once"
     return [
-        Row(
-            "decode steps",
-            steps,
-            f"longest response, or {s['all']} responses / {s['running']} at once",
-            "",
-        ),
-        Row(
-            "bound", steps * step, "steps x max((weights + half-full KV) / HBM, FLOPs / peak)", "s"
-        ),
-        Row(
-            "expected",
-            DECODE["beyond"] * steps * taken,
-            "1.3 x steps x (bytes / 0.6 HBM + 4 ms + 12 us x sequences)",
-            "s",
-        ),
+        Row("decode steps", steps, rule, ""),
+        Row("bound", steps * one, "steps x max((weights + KV) / HBM, FLOPs / FLOP/s)", "s"),
+        Row("expected", DECODE["beyond"] * steps * usual, "HBM at 60%, 4 ms a step; x 1.3", "s"),
     ]
 
 
 def sync_time(job: Job) -> list[Row]:
-    gathered = 4 * job.count["total"] * (1 - 1 / job.shards)
-    tensors = sum(1 for _ in moe.stored_shapes(job.config))
-    python = tensors * SYNC_TENSOR
+    link = job.gpu.link if job.shards <= job.gpus_per_node else job.network
+    gather = 4 * job.count.all * (1 - 1 / job.shards) / link
+    tensors = len(moe.stored_shapes(job.config))
+    words = f"and {tensors:,} tensors x 110 us of Python"
     return [
-        Row("bound", gathered / job.link, "4 bytes x P (fp32 as stored) gathered / link", "s"),
-        Row(
-            "expected",
-            gathered / job.link + python,
-            f"+ {tensors:,} tensors x 110 us of Python",
-            "s",
-        ),
+        Row("bound", gather, "4 bytes x P, as stored / link", "s"),
+        Row("expected", gather + tensors * SYNC_TENSOR, words, "s"),
     ]
 
 
@@ -471,79 +420,59 @@ def sync_time(job: Job) -> list[Row]:
 
 def problems(job: Job) -> list[str]:
     """What does not fit, in words; empty if all does."""
-    found = []
+    found, have = [], job.gpu.memory
     for name, rows in phases(job).items():
-        if total(rows) > job.gpu.memory:
-            need, have = total(rows) / 1e9, job.gpu.memory / 1e9
-            found.append(f"{name} needs {need:.1f} GB of {have:.1f} GB a GPU")
-    longest = job.prompt + job.run.max_new_tokens
-    if (cache := sequences(job)["cache"]) < longest:
-        found.append(f"the KV cache holds {cache:,} tokens, the longest sequence has {longest:,}")
-    if longest > (limit := job.config.max_position_embeddings):
-        found.append(f"prompt + response is {longest:,} long, max_position_embeddings {limit:,}")
+        if (need := total(rows)) > have:
+            found.append(f"{name} needs {need / 1e9:.1f} of {have / 1e9:.1f} GB a GPU")
+    if (cache := sequences(job)["cache"]) < job.longest:
+        found.append(f"KV cache: {cache:,} tokens, the longest sequence has {job.longest:,}")
+    if (limit := job.config.max_position_embeddings) < job.longest:
+        found.append(f"prompt + response: {job.longest:,}, max_position_embeddings is {limit:,}")
     return found
+
+
+SLEEP = """\
+what sleeps when
+  sync      the engine wakes: its weights are mapped and written, then its KV cache is mapped
+  rollout   nothing: masters and moments stay on the GPU; gradients do not exist
+  train     the engine (level 2): weights and KV cache are dropped, not kept on the host"""
 
 
 def report(job: Job) -> str:
     n, s, c = job.count, sequences(job), job.run
-    moment, _ = peak(job)
-    moments = {name: total(rows) / 1e9 for name, rows in training(job).items()}
+    at = {"train": f", at its peak ({peak(job)[0]})", "sync": ", the engine woken"}
     lines = ["parameters"]
     lines += [
-        Row(
-            "all",
-            n["total"],
-            "embedding, head, norms, and L layers of attention, router, E experts",
-            "",
-        ),
-        Row(
-            "used by a token",
-            n["active"],
-            "K of E experts; head, but not the embedding's look-up",
-            "",
-        ),
-        Row("largest layer", n["layer"], "the unit that FSDP gathers", ""),
+        Row("all", n.all, "embedding, head, norms; L x (attention, router, E experts)", ""),
+        Row("used by a token", n.active, "K of E experts; no look-up of the embedding", ""),
+        Row("largest layer", n.layer, "what FSDP gathers at a time", ""),
     ]
     for name, rows in phases(job).items():
-        what = {"train": f", at its peak ({moment})", "sync": ", the engine woken"}.get(name, "")
-        lines += [f"{name}: a GPU holds{what}", *(row for row in rows if row.value)]
+        lines += [f"{name}: a GPU holds{at.get(name, '')}", *(row for row in rows if row.value)]
         lines += [Row("sum", total(rows), f"of {job.gpu.memory / 1e9:.1f} GB")]
-    lines += ["train, at other moments (tensors alone)"]
-    lines += ["  " + ", ".join(f"{name} {value:.1f} GB" for name, value in moments.items())]
-    lines += ["one layer saves for backward, a token", *saved(job)]
+    lines += ["train, tensors alone, at each moment"]
+    lines += [Row(name, total(rows), "") for name, rows in training(job).items()]
+    lines += ["a layer saves for backward, a token", *saved(job), SLEEP, "a step"]
+    held = s["cache"] // (job.prompt + job.response)
     lines += [
-        "what sleeps when",
-        "  sync     engine wakes: weights are mapped, written, then the KV cache; gradients do not exist",
-        "  rollout  nothing sleeps; masters and moments stay on the GPU; gradients do not exist",
-        "  train    engine sleeps (level 2): weights and KV cache are dropped, not kept on the host",
-        "a step",
         Row("responses", job.responses, f"{c.prompts_per_step} prompts x {c.group_size}", ""),
         Row("new tokens", job.responses * job.response, f"responses x {job.response:,}", ""),
-        Row("trained tokens a GPU", job.rank_tokens, "responses x (prompt + response) / GPUs", ""),
         Row(
-            "micro-batches an update",
-            job.micro_batches,
-            f"of up to {job.micro_tokens:,} tokens",
-            "",
+            "trained tokens of a GPU", job.rank_tokens, "responses x (prompt + response) / GPUs", ""
         ),
         Row("gradient updates", c.minibatches, "--minibatches", ""),
+        Row("micro-batches an update", job.micro_batches, f"up to {job.micro_tokens:,} tokens", ""),
+        Row("responses in the KV cache", held, f"of an engine's {s['all']}, at full length", ""),
         Row(
-            "sequences the KV cache holds",
-            s["held"],
-            f"of {job.prompt + job.response:,} tokens, an engine",
-            "",
+            "routes on the host", 1.5 * routes(job).value, "uint8 from vLLM, int16 aligned, padded"
         ),
-        Row("sequences at once", s["running"], f"of an engine's {s['all']}; 256 at most", ""),
-        Row("routes on the host", 2 * routes(job), "as on the GPU, and vLLM's own record; a rank"),
-        "rollout, seconds",
-        *rollout_time(job),
-        "old log-probs and updates, seconds",
-        *training_time(job),
-        "sync, seconds",
-        *sync_time(job),
     ]
-    hours = sum(t(job)[-1].value for t in (rollout_time, training_time, sync_time)) / 3600
-    lines += [Row("a step, expected", hours, f"= {hours * job.gpus:.1f} GPU hours", "h")]
+    hours = 0
+    times = {"rollout": rollout_time, "old and update": training_time, "sync": sync_time}
+    for name, rows in times.items():
+        lines += [f"time: {name}", *rows(job)]
+        hours += rows(job)[-1].value / 3600
+    lines += [Row("a step, expected", hours, f"{hours * job.gpus:.1f} GPU hours", "h")]
     return "\n".join(map(str, lines))
 
 

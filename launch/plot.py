@@ -30,7 +30,8 @@ def read(run: Path) -> list[dict]:
     """The rows of RUN/metrics.jsonl; ValueError naming the file if there are none."""
     path = run / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in path.open(encoding="utf-8")]
+        lines = list(path.open(encoding="utf-8"))
+        rows = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not rows:
@@ -54,7 +55,12 @@ def draw(runs: list[Path], panels: list[str], out: Path) -> None:
         title, log = PANELS.get(metric, (metric, False))
         for run in runs:
             rows = read(run)
-            axis.plot([row["step"] for row in rows], series(rows, metric), lw=1.2, label=run.name)
+            if (
+                not isinstance(rows[0].get(metric), int | float | list | None)
+                or metric not in rows[0]
+            ):
+                raise ValueError(f"--panels {metric}: no number of {run}/metrics.jsonl")
+            axis.plot([row["step"] for row in rows], series(rows, metric), lw=1.2, label=str(run))
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
@@ -80,9 +86,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        draw(args.runs, args.panels.split(","), args.out)
-    except ValueError as error:
-        sys.exit(f"plot.py: error: {error}")
+        draw(args.runs, [panel.strip() for panel in args.panels.split(",")], args.out)
+    except (ValueError, OSError) as error:
+        print(f"plot.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"{args.out}: {', '.join(map(str, args.runs))}")
 
 

@@ -6,7 +6,9 @@ Every number is the whole batch's, over all mini-batches, micro-batches and rank
 import importlib.metadata
 import json
 import math
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,20 +47,47 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
         (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
+def checkpoints(out: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [p for p in (out / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def open_folder(out: Path, resume: str) -> Path | None:
+    """Makes --out -> the checkpoint to go on from, if any. ValueError where it can't be written, holds another run, or
+    the checkpoint is none. Changes nothing that is there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").touch()
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from None
+    used, folder = (out / "metrics.jsonl").exists(), Path(resume)
+    if resume in ("", "auto"):
+        if used and not resume:
+            raise ValueError(f"--out {out}: holds a run; add --resume auto or take another folder")
+        return (checkpoints(out) or [None])[-1] if resume else None
+    if not (folder / "run.json").is_file() or not re.fullmatch(r"step-\d+", folder.name):
+        raise ValueError(f"--resume {folder}: not a checkpoint of train.py")
+    if used and folder.resolve().parent != (out / "checkpoints").resolve():
+        raise ValueError(f"--out {out}: holds a run, and --resume {folder} belongs to another")
+    return folder
+
+
 def rewind(out: Path, step: int) -> None:
-    """Drops what the files say of `step` and later, before those steps are run again; a torn last line goes too."""
-    for name, first_gone in (
-        ("metrics.jsonl", step),
-        ("samples.jsonl", step),
-        ("eval.jsonl", step + 1),
-    ):
+    """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
+    checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
+    for name, gone in (("metrics.jsonl", step), ("samples.jsonl", step), ("eval.jsonl", step + 1)):
         path = out / name
         lines = list(path.open(encoding="utf-8")) if path.exists() else []
-        kept = [
-            line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_gone
-        ]
-        if len(kept) < len(lines):
+        whole = [line for line in lines if line.endswith("\n") and line.strip()]
+        kept = [line for line in whole if json.loads(line)["step"] < gone]
+        if whole and not kept:
+            print(f"{path}: kept as {name}.bak, since no checkpoint goes with it")
+            path.rename(out / f"{name}.bak")
+        elif len(kept) < len(lines):
             path.write_text("".join(kept), encoding="utf-8")
+    for later in (p for p in checkpoints(out) if int(p.name[5:]) > step):
+        shutil.rmtree(later)
 
 
 def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
@@ -113,7 +142,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     }
 
 
-def report(
+def write_step(
     step, examples, batch, adv, minibatches, dropped, seconds, c, acc: Accelerator, bar: tqdm
 ) -> None:
     """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
@@ -153,7 +182,7 @@ def report(
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
 
 
-def report_evaluation(step: int, batch, c, acc: Accelerator) -> None:
+def write_evaluation(step: int, batch, c, acc: Accelerator) -> None:
     """A row of eval.jsonl and a line, from k responses to each of n problems, spread over the engines."""
     mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
     rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])

@@ -144,6 +144,8 @@ def test_addition_reward_by_hand():
         (r"2\sqrt{3}", r"2\sqrt{3}", 1),
         ("3,4", "3,4", 1),
         ("3", 3, 1),  # the integer of JSON
+        ("72", "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72", 1),  # as GSM8K writes it
+        ("24", "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72", 0),
         (r"\frac{1}{2}", "0.5", 1),
         ("1+x^2", "$x^2+1$", 1),
         ("2", r"2\sqrt{3}", 0),

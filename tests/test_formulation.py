@@ -424,7 +424,7 @@ def test_objectives_equal_their_formulas_in_a_double_loop(kind):
     signs. Catches a wrong normalizer (GRPO by response, CISPO by token), max for min, a clip with a gradient.
     Mutation: grpo_loss takes torch.maximum (caught here as grpo); cispo_loss without the clamp (here as cispo).
     """
-    objective, counts = loss.OBJECTIVES[kind]
+    objective, counts, _ = loss.OBJECTIVES[kind]
     logp, logp_old, logp_rollout, adv, mask = random_batch()
     assert ((logp - logp_rollout).exp()[mask] > 1.5).any() and (mask.sum(-1).unique().numel()) > 2
     garbage = [z.masked_fill(~mask, math.nan) for z in (logp, logp_old, logp_rollout)]

@@ -263,6 +263,12 @@ def test_rows_survive_any_text(tmp_path):
     assert rows(tmp_path, "samples.jsonl") == [odd, {"step": 1, "list": [None, 1.0], "value": None}]
     report.rewind(tmp_path, 1)
     assert rows(tmp_path, "samples.jsonl") == [odd]
+    for name in ("step-1", "step-3", "step-3.part", "step-best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [p.name for p in report.checkpoints(tmp_path)] == ["step-1", "step-3"]
+    report.rewind(tmp_path, 0)  # nothing goes with it: moved, not lost
+    assert rows(tmp_path, "samples.jsonl.bak") == [odd]
+    assert not (tmp_path / "samples.jsonl").exists() and not report.checkpoints(tmp_path)
 
 
 def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
@@ -285,6 +291,8 @@ def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
     shutil.copytree(model, folder / "no-tokenizer")
     (folder / "no-tokenizer" / "tokenizer.json").unlink()
     (folder / "no-tokenizer" / "tokenizer_config.json").unlink()
+    (folder / "other" / "step-2").mkdir(parents=True)
+    (folder / "other" / "step-2" / "run.json").write_text('{"step": 2}')
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text("{}\n")
     f = str(folder)
@@ -300,7 +308,12 @@ def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
         "none.jsonl": ["--data", f"{f}/none.jsonl"],
         f"--out {f}/file/run": ["--out", f"{f}/file/run"],
         "--resume auto": ["--out", f"{f}/used"],
+        "belongs to another": ["--out", f"{f}/used", "--resume", f"{f}/other/step-2"],
         "--group-size 1": ["--group-size", "1"],
+        "--lr inf": ["--lr", "inf"],
+        "--eps-low 2": ["--eps-low", "2"],
+        "--log-with wandb": ["--log-with", "wandb"],
+        "unrecognized arguments: --rep": ["--rep", "R3"],
         "--temperature 0.0": ["--temperature", "0"],
         "--lr nan": ["--lr", "nan"],
         "--rollout-tp 2": ["--rollout-tp", "2"],
