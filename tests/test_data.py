@@ -144,8 +144,6 @@ def test_addition_reward_by_hand():
         (r"2\sqrt{3}", r"2\sqrt{3}", 1),
         ("3,4", "3,4", 1),
         ("3", 3, 1),  # the integer of JSON
-        ("72", "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72", 1),  # as GSM8K writes it
-        ("24", "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72", 0),
         (r"\frac{1}{2}", "0.5", 1),
         ("1+x^2", "$x^2+1$", 1),
         ("2", r"2\sqrt{3}", 0),
@@ -213,3 +211,9 @@ def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
         thread.join(60)  # 3 s of CPU time, a new grader's start, a busy machine
     assert results == {"tower": [0.0, 1.0, 0.0], "sound": [1.0, 1.0, 0.0]}
     assert rollout.reward(r"\boxed{" + "1+" * 150 + "1}", "151") == 0.0  # 301 characters
+
+
+def test_gsm8k_answers_count_after_their_marks():
+    """The answer of a GSM8K line is what follows ####. Catches a whole solution taken for the answer, never equal."""
+    gold = "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72"
+    assert [rollout.reward(r, gold) for r in (r"\boxed{72}", "so 72", r"\boxed{24}")] == [1, 1, 0]

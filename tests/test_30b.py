@@ -1,0 +1,486 @@
+"""The 30B model on paper: its graph, FSDP2's memory for one training step under fake tensors, plan.py, launch/*.sh.
+
+No process here holds a 30B model. Fake tensors have shapes, dtypes and storages of the right size, and no numbers; a fake
+process group answers every collective at once. What runs on them is train.py's own path: start, make_model, logprobs,
+the loss, backward, clipping, AdamW. Two places in moe.py have shapes that depend on data: boolean masks (all true here,
+one sequence without padding) and bincount (with minlength, the number of experts). The worker says so to fake tensors.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe
+import train
+from launch import cold_start, plan
+
+ROOT = Path(__file__).resolve().parents[1]
+PARAMETERS = 30_532_122_624
+PUBLISHED = moe.MoEConfig.from_dict(plan.PUBLISHED)
+GB = 1e9
+
+
+def start_worker(code: str, *arguments, **environment) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+
+
+def result(worker: subprocess.Popen, timeout: float = 240) -> dict:
+    """What a worker printed as its last line, in JSON."""
+    try:
+        out, error = worker.communicate(timeout=timeout)
+    finally:
+        worker.kill()
+    assert worker.returncode == 0, error[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+# --- the graph
+
+
+def published_tensors() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the hub's Qwen3-30B-A3B, from the config's arithmetic alone; its index was not fetched."""
+    D, q, kv, F, E, V = 2048, 32 * 128, 4 * 128, 768, 128, 151936
+    layer = {"self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D)}
+    layer |= {"self_attn.o_proj": (D, q), "self_attn.q_norm": (128,), "self_attn.k_norm": (128,)}
+    layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,), "mlp.gate": (E, D)}
+    for e in range(E):
+        expert = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+        layer |= {f"mlp.experts.{e}.{name}": shape for name, shape in expert.items()}
+    names = {f"model.layers.{i}.{name}": s for i in range(48) for name, s in layer.items()}
+    names |= {"model.embed_tokens": (V, D), "model.norm": (D,), "lm_head": (V, D)}
+    return {f"{name}.weight": shape for name, shape in names.items()}
+
+
+def test_the_published_config_makes_the_published_model():
+    """30,532,122,624 parameters in the 18,867 tensors of the hub's checkpoint: 3 matrices x 128 experts x 48 layers,
+    9 others a layer, 3 outside. Catches a size read from the wrong key, and names that vLLM or the hub would not know.
+    """
+    with torch.device("meta"):
+        model = moe.MoETransformer(PUBLISHED)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS
+    expected = published_tensors()
+    assert len(expected) == 3 * 128 * 48 + 9 * 48 + 3 == 18_867
+    assert moe.stored_shapes(PUBLISHED) == expected
+
+
+def test_plan_counts_parameters_as_the_model_does():
+    """Every kind of count in plan.py against the modules on meta: the 30B, the toy, dense layers, a tied head."""
+    small = plan.PUBLISHED | cold_start.CONFIG
+    for changes in (plan.PUBLISHED, small, small | {"mlp_only_layers": [0, 2]}):
+        for tied in (False, True):
+            config = moe.MoEConfig.from_dict(changes | {"tie_word_embeddings": tied})
+            with torch.device("meta"):
+                model = moe.MoETransformer(config)
+            size = {name: p.numel() for name, p in model.named_parameters()}
+            n, used = plan.Count.of(config), config.num_experts_per_tok / config.num_experts
+            in_layers = sum(size[name] for name in size if name.startswith("layers."))
+            experts = sum(size[name] for name in size if ".experts." in name)
+            projections = sum(size[k] for k in size if k.endswith("_proj.weight"))
+            assert n.all == sum(size.values())
+            assert n.root == n.all - in_layers
+            assert n.layer == max(sum(p.numel() for p in z.parameters()) for z in model.layers)
+            assert n.active == in_layers - experts + experts * used + size["embed_tokens.weight"]
+            assert (n.experts, n.linear, n.largest) == (
+                experts,
+                experts + projections,
+                max(size.values()),
+            )
+
+
+# --- a training step of it
+
+
+STEP = """
+import json, os, sys
+from contextlib import ExitStack
+ranks = int(sys.argv[1])
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "8"}
+os.environ["MASTER_ADDR"] = "localhost"  # Accelerate wants one for several nodes
+
+import torch
+from torch._subclasses import FakeTensorMode, fake_impls
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+import loss, moe, rollout, train
+from launch import plan
+
+# Shapes that depend on data: every mask in this step is all true, and no expert id exceeds minlength.
+aten, fake = torch.ops.aten, fake_impls.op_implementations_dict
+fake[aten.nonzero.default] = lambda mode, f, mask: mask.new_empty(
+    mask.numel(), mask.ndim, dtype=torch.long
+)
+fake[aten.bincount.default] = lambda mode, f, ids, weights=None, minlength=0: ids.new_empty(minlength)
+fakes = ExitStack()
+
+
+class Model(moe.MoETransformer):
+    def to_empty(self, device):  # FSDP2 has made its mesh, which reads numbers; from here on all is fake
+        fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return super().to_empty(device="cpu")  # a fake "cpu:0", unlike a real one, is not "cpu"
+
+
+moe.MoETransformer, moe.load_weights = Model, lambda model, folder: None
+c = train.Config()
+acc = train.start(c)
+model, optimizer = train.make_model(c, moe.MoEConfig.from_dict(plan.PUBLISHED), acc)
+assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def finish():
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for p in model.parameters():
+    p.grad = torch.zeros_like(p)
+finish()  # makes the moments; and DTensor works out each operation once, on whole tensors, which the tracker would count
+peaks = []
+for again, tokens in json.loads(sys.argv[2]):
+    model.checkpointing = again
+    ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.bool)
+    micro = rollout.MicroBatch(ids, None, mask, torch.zeros(1, tokens), torch.ones(1), None)
+    tracker = FSDPMemTracker(model, optimizer)
+    with tracker:
+        logp, _, _ = train.logprobs(model, micro, None, c)
+        policies = (logp, logp.detach(), micro.logp_rollout)
+        value, _ = loss.minirl_loss(*policies, micro.adv, micro.mask, denom=1)
+        (value * acc.num_processes).backward()
+        finish()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    peaks.append({getattr(k, "value", k): v for k, v in peak.items()})
+print(json.dumps(peaks), flush=True)
+os._exit(0)
+"""
+RANKS = (8, 16, 64)
+SETTINGS = ((False, 2048), (True, 32768))  # checkpointing, tokens of the one sequence
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Peak memory by kind of both settings, by number of ranks; three processes at once, since a fake group cannot end."""
+    workers = {ranks: start_worker(STEP, ranks, json.dumps(SETTINGS)) for ranks in RANKS}
+    return {ranks: dict(zip(SETTINGS, result(w), strict=True)) for ranks, w in workers.items()}
+
+
+KINDS = {  # the tracker's kinds that plan.py tells apart, and the rows of plan.py that make them up
+    "masters": ("Sharded Param", "masters"),
+    "moments": ("OptState", "Adam moments"),
+    "gathered": ("Unsharded Param, All Gather", "embedding, head, gathered; layers, gathered"),
+    "reduce-scatter": ("Reduce Scatter", "reduce-scatter input"),
+    "gradients": ("Sharded Grad", "gradients"),
+    "the rest": (
+        "Activation, Temp, Unsharded Grad",
+        "activations; one layer in backward; gradient of the head; gradient of a layer; logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_step_of_the_30b_model_peaks_where_plan_says(steps, ranks, setting):
+    """Forward, loss, backward, clipping and AdamW of the whole model; peak of a rank within 15% of plan.py, in total and
+    by kind (or within 3% of the total, for kinds that are small). Catches a layer that is never resharded, gradients
+    that stay whole, fp32 where bf16 is meant, activations kept in spite of checkpointing, and a plan that forgot one.
+    """
+    again, tokens = setting
+    run = train.Config(activation_checkpointing=again, micro_batch_tokens=tokens)
+    run = replace(run, prompts_per_step=ranks, group_size=1, max_new_tokens=tokens - 1)
+    job = plan.Job(PUBLISHED, run, plan.GPUS["H200"], ranks, prompt=1, cuda_kernels=False)
+    assert job.micro_batches == 1
+    moment, rows = plan.peak(job)
+    planned, tracked = {row.name: row.value for row in rows}, steps[ranks][setting]
+    print(f"\n{ranks} ranks, {tokens} tokens, checkpointing {again}: peak at '{moment}', GB")
+    for kind, (theirs, ours) in KINDS.items():
+        seen = sum(tracked[name] for name in theirs.split(", "))
+        said = sum(planned.get(name, 0) for name in ours.split("; "))
+        print(f"  {kind:<16} plan {said / GB:6.2f}   tracker {seen / GB:6.2f}")
+        assert abs(seen - said) < max(0.15 * seen, 0.03 * tracked["Total"]), (kind, seen, said)
+    said = plan.total(rows)
+    print(f"  {'total':<16} plan {said / GB:6.2f}   tracker {tracked['Total'] / GB:6.2f}")
+    assert abs(said / tracked["Total"] - 1) < 0.15
+
+
+# --- memory that was measured
+
+
+HEAD = """
+import json, resource
+import torch
+import moe
+
+V, D = 151936, 8
+sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+sizes |= {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "vocab_size": V}
+from launch.plan import PUBLISHED
+
+model = moe.MoETransformer(moe.MoEConfig.from_dict(PUBLISHED | sizes)).init_weights(0)
+peaks = []
+for tokens in (1024, 8192):
+    hidden = torch.randn(tokens, D, requires_grad=True)
+    logp, entropy = model.logprobs(hidden, torch.randint(V, (tokens,)))
+    logp.sum().backward()
+    assert hidden.grad.abs().sum() > 0 and entropy.mean() > 11
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(json.dumps(peaks))
+"""
+
+
+def test_logits_never_exist_whole():
+    """Log-probs, entropy and backward at V = 151,936: from 1,024 to 8,192 tokens, resident memory peaks less than 20% of
+    what 7,168 more rows of fp32 logits take. Catches a chunk that autograd keeps. About 20 s, 1.8 GB.
+    """
+    huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # half of the time is page faults
+    few, many = result(start_worker(HEAD, **huge_pages))
+    logits = (8192 - 1024) * 151936 * 4
+    print(f"\npeak {few / GB:.2f} GB at 1,024 tokens, {many / GB:.2f} at 8,192; ", end="")
+    print(f"growth {(many - few) / logits:.1%} of {logits / GB:.2f} GB of logits")
+    assert many - few < 0.2 * logits
+
+
+STREAM = """
+import json, os, sys
+from pathlib import Path
+import torch
+import moe, train
+from launch.cold_start import CONFIG
+
+sizes = {"num_hidden_layers": 16, "hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 512}
+config = moe.MoEConfig.from_dict(CONFIG | sizes)
+
+
+def fill(model, folder):
+    for p in model.parameters():
+        p.data.to_local().fill_(0.5)  # memory counts once it is written to
+
+
+def memory(name):
+    return int(next(x for x in open("/proc/self/status") if x.startswith(name)).split()[1]) * 1024
+
+
+moe.load_weights = fill
+c = train.Config()
+acc = train.start(c)
+model, optimizer = train.make_model(c, config, acc)
+layer = sum(p.numel() for p in model.layers[0].parameters()) * 4
+whole, sent, held, last, peaks = moe.stored_shapes(config), 0, [], None, []
+for dtype in (None, torch.bfloat16):
+    acc.wait_for_everyone()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before = memory("VmRSS")
+    for name, tensor in moe.hf_weights(model, dtype):
+        assert tuple(tensor.shape) == whole[name] and tensor.flatten()[-1] == 0.5
+        if (place := name.split(".")[:3]) != last:  # as vLLM: copies wait until their layer is complete
+            held, last = [], place
+        held.append(tensor.to(torch.bfloat16, copy=True))
+        sent += tensor.numel()
+    held = []
+    peaks.append(memory("VmHWM") - before)
+    del tensor
+total = sum(p.numel() for p in model.parameters())
+assert sent == 2 * total, (sent, total)
+if acc.is_main_process:
+    print("RESULT", json.dumps([total * 4, layer, *peaks]), flush=True)
+acc.wait_for_everyone()
+acc.end_training()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_weights_stream_within_two_layers(tmp_path):
+    """hf_weights of a model of 16 layers on two ranks, as stored and cast, with a consumer that keeps bf16 copies of a
+    layer until it is complete, as vLLM does: the peak rises by less than two layers (fp32). Catches a generator that
+    gathers ahead, keeps what it gave, or gathers the whole state dict. About 10 s, 1 GB a rank.
+    """
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the kernel does not let a process reset its peak memory")
+    script = tmp_path / "stream.py"
+    script.write_text(STREAM)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code = f"import os, sys; os.execv(sys.executable, [sys.executable, *{[*launch, str(script)]}])"
+    out, error = (worker := start_worker(code)).communicate(timeout=120)
+    assert worker.returncode == 0, error[-3000:]
+    total, layer, *peaks = json.loads(re.search("RESULT (.*)", out)[1])
+    assert total > 10 * layer
+    for name, peak in zip(("as stored", "cast to bf16"), peaks, strict=True):
+        print(
+            f"\n{name}: {peak / layer:.2f} layers of {layer / 1e6:.0f} MB, whole {total / GB:.2f} GB"
+        )
+        assert peak < 2 * layer
+
+
+# --- launch/*.sh
+
+
+def record(script: str, folder: Path, **environment) -> list[list[str]]:
+    """Runs a launch script with stand-ins for every program that computes -> their command lines, in order."""
+    (folder / "launch").mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / script, folder / "launch")
+    (folder / "launch" / "setup.sh").write_text("")
+    stub = f'#!/bin/sh\nprintf "%s\\0" "$0" "$@" >> {folder}/log\nprintf "\\n\\0" >> {folder}/log\n'
+    names = ("srun", "scontrol", "nvidia-smi", ".venv/bin/python", ".venv/bin/torchrun")
+    for name in names:
+        (folder / name).write_text(stub + ("echo node0\n" if name == "scontrol" else ""))
+        (folder / name).chmod(0o755)
+    environment = {"MODEL": "", "DATA": "", "PATH": f"{folder}:{os.environ['PATH']}"} | environment
+    environment |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NODELIST": "node[0-1]", "HOME": str(folder)}
+    command = ["bash", str(folder / "launch" / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    calls, call = [], []
+    for word in (folder / "log").read_text().split("\0")[:-1]:
+        if word == "\n":
+            calls, call = [*calls, call], []
+        else:
+            call.append(word)
+    return calls
+
+
+def after(call: list[str], program: str) -> list[str] | None:
+    """The arguments that a program gets in this command line."""
+    return call[call.index(program) + 1 :] if program in call else None
+
+
+SCRIPTS = {  # script: environment, GPUs, settings of the paper that it must have
+    "qwen3_30b_8gpu.sh": ({"MODEL": "qwen3-30b-a3b", "DATA": "math.jsonl"}, 8, {"minibatches": 1}),
+    "qwen3_30b_slurm.sh": (
+        {"MODEL": "qwen3-30b-a3b", "DATA": "math.jsonl"},
+        16,
+        {"minibatches": 2},
+    ),
+    "one_gpu.sh": ({}, 1, None),
+    "gpu_check.sh": ({}, 1, None),
+    "quickstart.sh": ({}, 1, None),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_launch_scripts_run_what_fits(script, tmp_path):
+    """A launch script runs train.py with flags that exist and make sense, and plan.py says that this very run fits.
+
+    Catches a flag that was renamed, a plan for other settings than those that run, and settings that are not the paper's.
+    """
+    environment, gpus, paper = SCRIPTS[script]
+    folders = {"runs/cold-start": cold_start.CONFIG}
+    folders["runs/gpu-check/moe"] = plan.PUBLISHED | {"num_hidden_layers": 4}
+    calls = record(script, tmp_path, **environment)
+    runs = [flags for call in calls if (flags := after(call, "train.py"))]
+    plans = [flags for call in calls if (flags := after(call, "launch/plan.py"))]
+    assert runs
+    for flags in runs:
+        run = train.Config.from_flags(flags)
+        run.check(gpus)
+        if run.model in folders:
+            (tmp_path / run.model).mkdir(parents=True, exist_ok=True)
+            (tmp_path / run.model / "config.json").write_text(json.dumps(folders[run.model]))
+            flags = [*flags, "--model", str(tmp_path / run.model)]
+        if not script.startswith(("quickstart", "gpu_check")):
+            own = ["--gpu", "--gpus", "--prompt-tokens"]
+            assert plans[0][::2][:3] == own
+            assert plans[0][6:] == flags[: len(plans[0]) - 6], "another run than the planned one"
+            flags = plans[0][:6] + flags
+        else:
+            flags = ["--gpu", "H200", "--gpus", "1", "--prompt-tokens", "16", *flags]
+        assert plan.problems(plan.parse(flags)) == []
+        if paper:
+            expected = {
+                "group_size": 16,
+                "eps_low": 0.2,
+                "eps_high": 0.27,
+                "is_cap": 5.0,
+                "lr": 1e-6,
+            }
+            expected |= {"max_new_tokens": 32768, "rollout_dtype": "fp8", "precision": "bf16"}
+            assert {k: getattr(run, k) for k in expected | paper} == expected | paper
+            assert run.prompts_per_step == 64 * run.minibatches
+            assert run.objective == "minirl" and run.is_correction and run.clip
+            job = plan.parse(flags)
+            assert job.gpus == gpus
+            assert plan.Count.of(job.config).all == PARAMETERS
+
+
+def test_launch_scripts_are_sound_shell_and_say_what_they_need():
+    """bash -n and, where it is installed, shellcheck; each script not run yet opens with what it needs and says so."""
+    scripts = sorted((ROOT / "launch").glob("*.sh"))
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+        text = script.read_text()
+        if text.startswith("#!") and shutil.which("shellcheck"):
+            done = subprocess.run(
+                ["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stdout
+    for name in ("qwen3_30b_8gpu.sh", "qwen3_30b_slurm.sh", "one_gpu.sh", "gpu_check.sh"):
+        opening = (ROOT / "launch" / name).read_text().split("\nset ")[0]
+        for word in ("Hardware:", "Time:", "hours", "Memory:", "Expected:", "ot yet run"):
+            assert word in opening, (name, word)
+
+
+# --- plan.py
+
+
+def test_plan_says_what_does_not_fit(capsys):
+    """Exit code 1 and the reason: too little memory in training, no room to sample, positions that are too few."""
+    model = ["--model", "qwen3-30b-a3b", "--rollout-dtype", "fp8", "--rollout-tp", "2"]
+    long = ["--max-new-tokens", "32768", "--activation-checkpointing"]
+    cases = (
+        ([*model, *long, "--gpu", "H200"], ""),
+        ([*model, *long, "--gpu", "H100-80GB"], "train needs"),
+        ([*model, *long, "--gpu", "H200", "--rollout-memory", "0.9"], "rollout needs"),
+        ([*model, *long, "--gpu", "H200", "--rollout-memory", "0.12"], "KV cache"),
+        (["--model", "qwen3-30b-a3b-base", *model[2:], *long], "max_position_embeddings is 32,768"),
+        ([*model, "--max-new-tokens", "32768", "--gpu", "H200"], "train needs"),  # all activations
+    )
+    for flags, reason in cases:
+        code = plan.main([*flags, "--gpus", "8"])
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert (code, last == "fits") == ((1, False) if reason else (0, True)), last
+        assert reason in last
+    assert plan.main(["--model", "nowhere", "--gpus", "8"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_plan_in_numbers_worked_by_hand():
+    """Rows of the 30B on 8 GPUs against arithmetic done here. Catches a unit or a factor that changes unseen."""
+    flags = (
+        "--model qwen3-30b-a3b --gpus 8 --rollout-dtype fp8 --rollout-tp 2 --max-new-tokens 32768"
+    )
+    flags += " --prompts-per-step 64 --group-size 16 --activation-checkpointing --minibatches 2"
+    job = plan.parse(flags.split())
+    rows = {row.name: row.value for phase in plan.phases(job).values() for row in phase}
+    assert rows["masters"] == PARAMETERS * 4 / 8  # 15.27 GB
+    assert rows["Adam moments"] == PARAMETERS  # two of 4 bytes, over 8
+    assert rows["gradients"] == PARAMETERS * 4 / 8
+    assert plan.kv_token(job) == 2 * 2 * 128 * 48 * 2  # K and V of 2 of 4 heads: 49,152 bytes
+    # Of 30.53B parameters 29.9B are experts and projections, a byte each; with the others' 0.63B x 2: 31.2 GB over 2.
+    assert abs(rows["engine weights"] - 31.2e9 / 2) < 0.05e9
+    tokens = 1024 * (1024 + 32768) // 8
+    assert rows["routes of the step"] == tokens * (2 * 2 * 48 * 8 + 8 + 1 + 4 + 4)
+    assert rows["activations"] == 47 * (1024 + 32768) * 2048 * 2
+    # 2 x 3.04B of matrices, and 4 x 4,096 x 16,896 x 48 of attention: 19.4 GFLOP a token and forward pass.
+    assert abs(plan.forward(job) - (6.08e9 + 4 * 4096 * 16896 * 48)) < 0.01e9
+    compute = {row.name: row.value for row in plan.training_time(job)}["compute"]
+    forwards = 1 + 2 + 1 + 0.5  # forward, backward, recomputed, and pi_old of the second mini-batch
+    by_hand = tokens * (forwards * 19.37e9 + 2 * 151936 * 2048) / 989e12
+    assert abs(compute / by_hand - 1) < 0.01, (compute, by_hand)
+    # Sequential decoding has a floor: the weights and half-full caches of what runs are read at every step.
+    bound = {row.name: row.value for row in plan.rollout_time(job)}["bound"]
+    assert bound > 32768 * 15.58e9 / 4.8e12
