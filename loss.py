@@ -122,12 +122,9 @@ def minirl_loss(
     ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
     too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
     keep = ~(too_high | too_low) if clip else torch.ones_like(mask)  # M_t
-    w = (weight if is_correction else ratio).clamp(
-        max=is_cap
-    )  # Eq. 5, and without its first factor
-    per_token = (
-        keep * w * adv[:, None] * logp.masked_fill(~mask, 0.0)
-    )  # Eq. 4: the gradient of this
+    w = weight if is_correction else ratio  # Eq. 5; w/o train-infer-IS its second factor alone
+    w = keep * w.clamp(max=is_cap) * adv[:, None]
+    per_token = w * logp.masked_fill(~mask, 0.0)  # its gradient is Eq. 4
     if length_norm:
         per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
     loss = -(per_token * mask).sum() / denom

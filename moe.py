@@ -303,7 +303,7 @@ class MoETransformer(nn.Module):
         return hidden, routes
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
-        """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...) fp32.
+        """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...), at least fp32.
 
         Of softmax(logits / temperature), as vLLM reports them. Logits exist a chunk of tokens at a time and are
         recomputed in backward; the entropy carries no gradient.

@@ -11,8 +11,8 @@ With routing, both factors of Eq. 5 carry the experts e along (paper, Sec. 3):
     e_pi        chosen by the router in the training engine, weights theta being trained
 
 log pi is smooth in the weights and in rounding errors only while the experts stay the same. A top-K choice is a step
-function: an error of 1e-3 in a router logit can swap one expert, and the token's probability jumps by far more than
-rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token is no approximation of J_seq.
+function: an error of 1e-3 in a router logit can swap one expert, and the token's probability jumps, by up to far more
+than rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token is no approximation of J_seq.
 Replay computes log-probs under recorded experts instead:
 
     R2  vanilla routing replay   pi under e_pi_old                     repairs the second factor (staleness)
@@ -42,12 +42,12 @@ MODES = ("none", "R2", "R3")
 
 def routes_for_old(mode: str, rollout: Tensor | None) -> Tensor | None:
     """The experts under which pi_old is computed: e_mu for R3, else None, the live router (e_pi_old)."""
-    return rollout if mode == "R3" else None
+    return rollout if mode == "R3" else None  # Eq. 5, its first factor
 
 
 def routes_for_new(mode: str, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
     """The experts under which pi is computed: e_mu for R3, e_pi_old for R2, else None, the live router (e_pi)."""
-    return {"R3": rollout, "R2": old, "none": None}[mode]
+    return {"R3": rollout, "R2": old, "none": None}[mode]  # Eq. 5, its second factor
 
 
 def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] = ()) -> Tensor:

@@ -1,6 +1,6 @@
 """The paper in miniature, a figure a subcommand: python launch/figures.py first-order [--out PNG]
 
-Hardware: any CPU, one core. Time: first-order 10 s. Last run 2026-11-30.
+Hardware: any CPU, one core. Time: first-order 6 s. Last run 2026-11-30.
 Expected result, first-order: the gap between J_seq and J_token (less its constant) falls by 4 and the gap between their
 gradients by 2 whenever the step h away from mu halves, for a tabular policy and for an MoE with replayed experts; the
 MoE with its live router breaks the law at every h at which an expert flips, and obeys it below.

@@ -136,7 +136,7 @@ def test_eq_1_is_the_expected_reward_and_autograd_gives_eq_2_and_eq_4():
 
     Not luck: 63 responses of different length and random rewards, agreement to 1e-12, with each grad log pi(y_t) taken
     by itself. Catches a weight that is detached, averaged, or summed over masked positions.
-    Mutation: token_weights divides by the response length (a mean instead of Eq. 3's sum).
+    Mutation: _difference returns 0.9 (a - b), a tempered ratio: it obeys the first-order law below and is no pi/mu.
     """
     policy, _, logp_rollout, rewards, mask = perturbed(5)
     logp, _ = policy()
@@ -167,7 +167,7 @@ def test_gap_of_objectives_is_second_order_and_gap_of_gradients_first_order(poli
     first order" is thus exact in its gradient on-policy and with equal engines alone.
     In the MoE the routes stay those of mu (R3), for only then is pi smooth in its weights; the next test takes that away.
     Not luck: nine halvings, six curves, exact sums. Catches a wrong constant or a weight that is not pi/mu.
-    Mutation: token_weights raises pi/mu to the power 1.01 (an error of 1% in d_t is one of first order).
+    Mutation: the constant without its 1, -|y| R (the test above passes); pi/mu to the power 1.01 in token_weights.
     """
     gaps = enumerated()[policy][case]
     objective, grad = falls(gaps["objective"]), falls(gaps["gradient"])
@@ -210,7 +210,7 @@ def test_eq_5_holds_for_every_token_and_each_factor_is_1_where_it_should_be():
 
     Not luck: each token of 63 responses to 1e-14, and in each case a factor that is not 1.
     Catches mu and pi_old swapped, a factor left out, and a discrepancy with the wrong sign.
-    Mutation: _factors returns (staleness - discrepancy).exp() as the weight.
+    Mutation: is_correction=False drops the second factor in place of the first (weight / ratio).
     """
     for moved in CASES:
         policy, logp_old, logp_rollout, _, mask = perturbed(5, moved=moved)
@@ -277,7 +277,7 @@ def test_sampled_gradient_converges_at_the_monte_carlo_rate_to_what_the_formula_
     Not luck: 200 repeats at three n over a factor of 256, the mean squared error within 20% of Var/n each time, a bias
     of over 20 standard errors for the ablations. Catches a wrong denominator (TRAPS 1), a weight that carries a
     gradient, a reward multiplied in twice.
-    Mutation: length_norm divides by T instead of the response's length (caught in the length-norm case alone).
+    Mutation: length_norm divides by T instead of the response's length (of the three cases only length-norm fails).
     """
     policy, logp_old, logp_rollout, rewards, mask = perturbed(4, size=0.7)
     logp, mu, jac = policy()[0].detach(), logp_rollout.sum(-1).exp(), jacobian(policy)
@@ -510,7 +510,7 @@ def test_replaying_a_models_own_routes_changes_nothing_and_other_routes_do():
     The router's gradient included, since gates come from the live logits; other experts change the log-probs from the
     token on that used them, and none before (experts[b, t] serve token t as input).
     Not luck: bitwise on 31 responses. Catches gates that are recorded or renormalized twice, routes off by one.
-    Mutation: MoE.forward detaches p when replay is given.
+    Mutation: MoE.forward sorts the replayed experts by id (other bits); it detaches p when replay is given.
     """
     policy, _, _ = small_moe()
     rewards = torch.arange(len(policy.mask)).double()
@@ -570,9 +570,9 @@ def test_a_flipped_expert_moves_log_probs_far_more_than_rounding():
     """Claim (Sec. 3): one swapped expert (the K-th for the K+1-th, in one layer) moves log pi more than bf16 in all layers.
 
     bf16 means weights, activations and everything else, under the same routes. The weights are random and keep the size
-    of activations (std 1/sqrt(D)); the ratio is about 14, at std 0.06 it is 8. It is no law: with std 0.02 experts
-    contribute nothing at this width and the ratio is 0.2, and in the trained toy of cold_start.py, whose K-th gate is
-    0.09 and whose tokens are mostly certain, it is 0.3 to 2.5, a layer at a time.
+    of activations (std 1/sqrt(D)); the ratio is about 17. It is no law: with std 0.02 experts contribute nothing at
+    this width and the ratio is 0.2, and on responses sampled from the trained toy of cold_start.py, whose K-th gate is
+    0.1 and whose tokens are mostly certain, it is 0.6 to 1.6, a layer at a time.
     Not luck: means over 24 tokens x 4 layers against the rounding of the same tokens, and a bound of 3. Catches a
     replay that is ignored.
     Mutation: MoE.forward uses the live experts whatever is given.
@@ -649,7 +649,8 @@ def test_every_equation_of_a_docstring_stands_at_a_line_of_code():
     replay.py's docstring shares Eq. 5, which loss.py realizes, so its tags are looked up in both files.
     Not luck: comments are found by the tokenizer, and those without code on their line do not count. Catches a doc
     equation that its code left behind.
-    Mutation: the tag "Eq. 2" removed from loss.py's docstring (a line of code then names an equation nobody states).
+    Mutation: the tag "Eq. 2" removed from loss.py's docstring (a line of code then names an equation nobody states);
+    removed from sequence_weight's comment instead.
     """
     written, realized = {}, {}
     for module in (loss, replay):
