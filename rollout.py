@@ -365,7 +365,9 @@ class Engine:
         self.asleep, self.stale = True, "sleep() dropped the engine's weights: sync first"
 
     def wake(self) -> None:
-        """Maps the weights' memory, after torch.cuda.empty_cache(); sync() does the rest."""
+        """Maps the weights' memory, which torch's cache must give back first; sync() does the rest."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self.llm.wake_up(["weights"])  # read against vLLM 0.30.0
 
     def close(self) -> None:

@@ -215,6 +215,7 @@ def train(
             report.write_evaluation(step + 1, answers, c, acc)
         report.write_step(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
         seconds.clear()
+        del minibatches  # or they would stay through the next rollout
         if due(c.save_every, step, c):
             with phase(seconds, "save"):  # counted in the next step's line
                 save(step + 1, model, optimizer, c, acc)

@@ -5,7 +5,7 @@
 # Hardware: one GPU with 80 GB or more (H200: six layers, H100 and A100: two), 64 GB of host memory, 20 GB of disk.
 # Time: under 0.13 hours: 8 minutes are a limit that cuts stages off, set-up (3 minutes by estimate, if .venv is not there
 # yet) counted in. A stage that fails or is cut off leaves a line in the table and its log in runs/gpu-check/.
-# Memory: 117 GB with six layers, 77 GB with two, by launch/plan.py.
+# Memory: 122 GB with six layers, 82 GB with two, by launch/plan.py.
 # Expected: mean |log mu - log pi_old| below 2e-3 in bf16 and 1e-2 in fp8, 98% and 96% of routes equal, the same in all
 # cycles, less under R3; memory while the engine sleeps a few GB. Not yet run (its stages were, on CPUs, made smaller).
 # Usage: bash launch/gpu_check.sh; LAYERS=3 for fewer layers

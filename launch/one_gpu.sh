@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU: the toy by default, or any Qwen3-MoE folder that fits, with the memory savers on.
 # Hardware: one GPU with 24 GB for the toy; on an H200 (141 GB) models of up to 6.2B parameters fit by launch/plan.py
-# (16 bytes a parameter for masters, moments, gradients): nine layers of Qwen3-30B-A3B, not its 48.
+# (16 bytes a parameter for masters, moments, gradients): nine layers of Qwen3-30B-A3B, just, not its 48.
 # Memory: 35% of the GPU for vLLM, which takes its share whatever the model; the toy itself needs little. Time: 0.1 hours for the toy.
 # Expected: as launch/quickstart.sh on CPUs: the toy's reward goes from 0.5 to 0.85 in 40 steps, KL near 0. Not yet run.
 # Usage: bash launch/one_gpu.sh; or MODEL=folder DATA=train.jsonl NEW=2048 PROMPT=512 bash launch/one_gpu.sh [flags]

@@ -59,9 +59,10 @@ GPUS = {
 
 CONTEXT = 2e9  # CUDA context and NCCL; an estimate
 ASLEEP = 6e9  # CUDA graphs and buffers that vLLM keeps at sleep level 2: 5 to 8 GB by estimate
-# prime-rl's peaks for Qwen3-30B-A3B with FSDP on 8 H200 (benchmarks/baselines @559b447, 16k and 64k tokens) exceed the
-# arithmetic below by 3.3 times its gathered buffers and half of its activations: kernels' workspace, streams, fragments.
-SLACK_BUFFERS, SLACK_ACTIVATIONS = 3.3, 0.5
+# Fitted to prime-rl's two peaks for Qwen3-30B-A3B with FSDP on 8 H200 (benchmarks/baselines @559b447, RL full, without
+# moments: 74.6 GiB at 16k tokens, 105.4 at 64k, by their allocator, which SYSTEMS.md quotes); they exceed the
+# arithmetic below by 3.8 times FSDP's buffers and 0.9 of the activations: other kernels, workspace, streams, fragments.
+SLACK_BUFFERS, SLACK_ACTIVATIONS = 3.8, 0.9
 MFU = 0.166  # theirs, without recomputation counted
 # vLLM's decode step: share of the HBM's speed, s a step, s a sequence and step; and what a published run took beyond it.
 DECODE = {"hbm": 0.6, "step": 4e-3, "seq": 12e-6, "beyond": 1.3}

