@@ -60,7 +60,7 @@ GPUS = {
 CONTEXT = 2e9  # CUDA context and NCCL; an estimate
 ASLEEP = 6e9  # CUDA graphs and buffers that vLLM keeps at sleep level 2: 5 to 8 GB by estimate
 # Fitted to prime-rl's two peaks for Qwen3-30B-A3B with FSDP on 8 H200 (benchmarks/baselines @559b447, RL full, without
-# moments: 74.6 GiB at 16k tokens, 105.4 at 64k, by their allocator, which SYSTEMS.md quotes); they exceed the
+# moments: 74.6 GiB at 16k tokens, 105.4 at 64k, by their allocator); they exceed the
 # arithmetic below by 3.8 times FSDP's buffers and 0.9 of the activations: other kernels, workspace, streams, fragments.
 SLACK_BUFFERS, SLACK_ACTIVATIONS = 3.8, 0.9
 MFU = 0.166  # theirs, without recomputation counted

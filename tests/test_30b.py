@@ -470,7 +470,7 @@ def test_plan_says_what_does_not_fit(capsys):
 
 def test_plan_of_what_others_measured():
     """prime-rl's allocator peaked at 74.6 and 105.4 GiB (Qwen3-30B-A3B, FSDP on 8 H200, checkpointing, 16k and 64k
-    tokens, moments elsewhere: shared/SYSTEMS.md). plan.py's slack was fitted to these two; this keeps it so.
+    tokens, moments elsewhere). plan.py's slack was fitted to these two; this keeps it so.
     """
     for tokens, peak in ((2**14, 74.6), (2**16, 105.4)):
         run = train.Config(activation_checkpointing=True, micro_batch_tokens=tokens)
