@@ -27,7 +27,7 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -77,31 +77,32 @@ class Rollout:
             parts[-1].append(row)
         return parts
 
-    def pack(self, rows: Sequence[int], adv: torch.Tensor, device: torch.device) -> "MicroBatch":
-        """These rows, padded, on the device, with their advantages out of adv (B,). Routes must be
+    def pack(self, rows: Sequence[int], adv: torch.Tensor) -> "MicroBatch":
+        """These rows, padded, with their advantages out of adv (B,), on the host. Routes must be
         aligned. No rows give row 0 with nothing to learn: a pass that only takes part."""
         mask_value, rows = bool(rows), rows or [0]
 
         def pad(pieces: list, value: float = 0) -> torch.Tensor:
             pieces = [torch.as_tensor(piece) for piece in pieces]
-            return pad_sequence(pieces, batch_first=True, padding_value=value).to(device)
+            return pad_sequence(pieces, batch_first=True, padding_value=value)
 
         lengths, starts = [len(self.tokens[b]) for b in rows], [self.prompt_lens[b] for b in rows]
         logp = [np.pad(self.logp_rollout[b], (p, 0)) for b, p in zip(rows, starts, strict=True)]
         mask = [np.arange(n) >= p for n, p in zip(lengths, starts, strict=True)]
         return MicroBatch(
             tokens=pad([self.tokens[b] for b in rows]).long(),
-            lengths=torch.tensor(lengths, device=device),
+            lengths=torch.tensor(lengths),
             mask=pad(mask) & mask_value,
             logp_rollout=pad(logp),
-            adv=adv[rows].to(device),
+            adv=adv[rows],
             experts_rollout=pad([self.routes[b] for b in rows], -1),
         )
 
 
 @dataclass
 class MicroBatch:
-    """B responses that pass through the model together; index t holds the quantity of token t."""
+    """B responses that pass through the model together; index t holds the quantity of token t.
+    On the host until their turn comes: the routes of a whole step are gigabytes."""
 
     tokens: torch.Tensor  # (B, T) int64, prompt + response
     lengths: torch.Tensor  # (B,) int64
@@ -110,9 +111,11 @@ class MicroBatch:
     adv: torch.Tensor  # (B,) fp32
     experts_rollout: torch.Tensor  # (B, T, L, K) int16, e_mu
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old, once it is known
-    experts_old: torch.Tensor | None = (
-        None  # (B, T, L, K) int16, e_pi_old (given e_mu below it, under R3)
-    )
+    experts_old: torch.Tensor | None = None  # the same, e_pi_old (R3: given e_mu below it)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value.to(device) for name, value in known.items()})
 
 
 def round_fp8(weight: torch.Tensor) -> torch.Tensor:
@@ -189,19 +192,6 @@ def device_arguments(dtype: str, max_model_len: int, gpu_memory: float, kv_cache
         arguments["quantization"] = "fp8_per_block"
         arguments["quantization_config"] = {"ignore": ["*.mlp.gate"]}
     return arguments
-
-
-def encode(model_dir: str | Path, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids by the folder's tokenizer, no chat template: an engine's size depends on them."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{model_dir}: no usable tokenizer ({error})") from None
-    if len(tokenizer) < 2:  # what transformers makes of a folder that holds none
-        raise ValueError(f"{model_dir}: holds no tokenizer")
-    return [tokenizer.encode(text) for text in texts]
 
 
 def forget_packed(model: torch.nn.Module) -> None:
@@ -409,19 +399,6 @@ def load_data(path: str | Path) -> list[dict]:
     return examples
 
 
-def load_prompts(name: str, model_dir: str | Path, room: int, seed: int, n=4096) -> list[dict]:
-    """Examples of a file, or n of the task "addition", with "tokens"; prompts that do not fit into
-    `room` tokens are dropped and counted. ValueError if none is left."""
-    data = addition(n, seed) if name == "addition" else load_data(name)
-    tokens = encode(model_dir, [example["prompt"] for example in data])
-    fit = [e | {"tokens": t} for e, t in zip(data, tokens, strict=True) if 0 < len(t) <= room]
-    if not fit:
-        raise ValueError(f"{name}: no prompt fits into {room} tokens beside a whole response")
-    if len(fit) < len(data):
-        print(f"{name}: {len(data) - len(fit)} of {len(data)} prompts do not fit, dropped")
-    return fit
-
-
 def addition(n: int, seed: int, digits: int = 4) -> list[dict]:
     """The built-in task: n sums of two uniform numbers, zero-padded. Same seed, same list."""
     rng = random.Random(seed)
@@ -436,18 +413,6 @@ def addition_reward(response: str, answer: str) -> float:
     """1.0 if what follows the last "#" is the answer, digit for digit."""
     _, mark, given = response.rpartition("#")
     return float(mark == "#" and given.strip() == answer)
-
-
-def column_scratchpad(prompt: str) -> str:
-    """The worked response, columns from the right, a + b + carry = two digits: for 1234+5678= it is
-    "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912"."""
-    a, b = prompt.rstrip("=").split("+")
-    columns, carry, digits = [], 0, ""
-    for x, y in zip(reversed(a), reversed(b), strict=True):
-        total = int(x) + int(y) + carry
-        columns.append(f"{x}+{y}+{carry}={total:02}")
-        carry, digits = total // 10, f"{total % 10}{digits}"
-    return " ".join([*columns, f"#{carry}{digits}"])
 
 
 def reward(response: str, answer: str) -> float:

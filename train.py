@@ -18,7 +18,6 @@ stopped.
     torchrun --standalone --nproc-per-node 2 train.py --model runs/cold-start --out runs/two
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import inspect
@@ -26,7 +25,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import sys
 import time
@@ -38,7 +36,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # threads that spin for long stall shared cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning a rank about NUMA binding
@@ -48,7 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
-from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object
+from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
@@ -58,7 +56,8 @@ import loss
 import moe
 import replay
 import rollout
-from launch import report
+from launch import data as dataset
+from launch import flags, report
 
 DESCRIPTION = (
     f"{__doc__.splitlines()[0]} Under torchrun, with several ranks, it is the same command."
@@ -98,6 +97,7 @@ class Config:
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters and moments are fp32
     micro_batch_tokens: int = 16384  # tokens in one forward and backward pass
     activation_checkpointing: bool = False  # recompute layers in backward to save memory
+    offload_optimizer: bool = False  # Adam's moments on the host but for the optimizer's step
     hsdp_replicas: int = 1  # copies of the sharded model, such as one per node
     eval_every: int = 0  # steps between evaluations (0: one at the end)
     eval_samples: int = 4  # k, responses to each problem of --eval-data
@@ -111,67 +111,7 @@ class Config:
 
     @classmethod
     def from_flags(cls, argv: list[str] | None = None) -> "Config":
-        """The fields as command-line flags: --prompts-per-step 8, --clip / --no-clip."""
-        parser = argparse.ArgumentParser("train.py", description=DESCRIPTION, allow_abbrev=False)
-        parser.error = fail
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
-        for f in dataclasses.fields(cls):
-            kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
-            kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
-            text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
-            parser.add_argument(flag(f.name), default=f.default, help=text, **kind)
-        return cls(**vars(parser.parse_args(argv)))
-
-    def check(self, ranks: int) -> None:
-        """ValueError, naming the flag, for values and combinations that make no sense."""
-        for f in dataclasses.fields(self):
-            value, least = getattr(self, f.name), LEAST.get(f.name, 1)
-            if (f.type is int and value < least) or (f.type is float and not value > 0):
-                least = f"at least {least}" if f.type is int else "positive"
-                raise ValueError(f"{flag(f.name)} {value}: must be {least}")
-        engines, objective = ranks // self.rollout_tp, loss.OBJECTIVES[self.objective][0]
-        copies = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
-        P, tracker = self.prompts_per_step, self.log_with
-        for name, fine, message in (
-            ("minibatches", P % self.minibatches == 0, f"does not divide --prompts-per-step {P}"),
-            ("rollout_tp", ranks % self.rollout_tp == 0, f"must divide the {ranks} ranks"),
-            ("hsdp_replicas", self.hsdp_replicas in copies, f"{ranks} ranks allow {copies}"),
-            ("prompts_per_step", engines <= P, f"fewer than {engines} engines"),
-            ("lr", self.lr < 1, "must be below 1"),
-            ("temperature", self.temperature < math.inf, "must be finite"),
-            ("rollout_memory", self.rollout_memory < 1, "must be below 1"),
-            ("eps_low", self.eps_low <= 1, "must be at most 1"),
-            ("eval_every", not self.eval_every or self.eval_data, "needs --eval-data"),
-            (
-                "log_with",
-                tracker == "none" or importlib.util.find_spec(tracker),
-                "is not installed",
-            ),
-            *(
-                (
-                    n,
-                    getattr(self, n) == getattr(Config, n)
-                    or n in inspect.signature(objective).parameters,
-                    f"is nothing that {self.objective} knows",
-                )
-                for n in ("clip", "is_correction", "length_norm")
-            ),
-        ):
-            if not fine:
-                raise ValueError(f"{flag(name)} {getattr(self, name)}: {message}")
-
-
-LEAST = {"group_size": 2, "seed": 0, "eval_every": 0, "save_every": 0, "warmup_steps": 0}  # else 1
-
-
-def flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-def fail(message: object) -> None:
-    """A user's mistake: one line, exit code 2."""
-    print(f"train.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
+        return flags.parse(cls, argv, DESCRIPTION)
 
 
 # --- the loop
@@ -191,9 +131,10 @@ def train(
     report.announce(model, c, acc)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
+        set_seed((c.seed + step) % 2**32)  # nothing here draws from it; what a fork draws resumes
         examples = pick(data, step, c)
         with phase(seconds, "sync"):
-            engine.sync(moe.hf_weights(model))  # theta -> theta_old
+            engine.sync(moe.hf_weights(model, engine.dtype))  # theta -> theta_old
         with phase(seconds, "rollout"):
             batch = sample(engine, examples, c.group_size, c, acc, (c.seed, step))  # y ~ mu_old, R
             engine.sleep()
@@ -203,13 +144,13 @@ def train(
         minibatches = split(batch, adv, c, acc)
         with phase(seconds, "old"):
             for micro in chain(*(m.micro for m in minibatches[1:])):  # in the first, pi is pi_old
-                old_logprobs(model, micro, c)
+                old_logprobs(model, micro, c, acc)
         with phase(seconds, "update"):
             for n, minibatch in enumerate(minibatches):
                 update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
-                engine.sync(moe.hf_weights(model))
+                engine.sync(moe.hf_weights(model, engine.dtype))
                 answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
                 engine.sleep()
             report.write_evaluation(step + 1, answers, c, acc)
@@ -241,7 +182,7 @@ def phase(seconds: dict[str, float], name: str):
 
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
     """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
-    c.check(int(os.environ.get("WORLD_SIZE", 1)))
+    flags.check(c, int(os.environ.get("WORLD_SIZE", 1)))
     if not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
     config = moe.MoEConfig.from_pretrained(c.model)
@@ -249,8 +190,8 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | No
     room = config.max_position_embeddings - c.max_new_tokens
     if room < 1:
         raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
-    data = rollout.load_prompts(c.data, c.model, room, c.seed)
-    held_out = c.eval_data and rollout.load_prompts(c.eval_data, c.model, room, 10**8, 256)
+    data = dataset.load_prompts(c.data, c.model, room, c.seed)
+    held_out = c.eval_data and dataset.load_prompts(c.eval_data, c.model, room, 10**8, 256)
     return config, data, held_out or [], report.open_folder(Path(c.out), c.resume)
 
 
@@ -386,7 +327,7 @@ def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> l
         mine_n = (len(rows), sum(len(batch.logp_rollout[b]) for b in rows), len(parts))
         responses, tokens, passes = zip(*gather_object([mine_n]), strict=True)  # over ranks
         parts += [[]] * (max(passes) - len(parts))
-        micro = [batch.pack(part, adv, acc.device) for part in parts]
+        micro = [batch.pack(part, adv) for part in parts]
         minibatches.append(MiniBatch(micro, sum(responses), sum(tokens)))
     return minibatches
 
@@ -407,10 +348,12 @@ def logprobs(
 
 
 @torch.no_grad()
-def old_logprobs(model, micro: rollout.MicroBatch, c: Config) -> None:
+def old_logprobs(model, micro: rollout.MicroBatch, c: Config, acc: Accelerator) -> None:
     """log pi_old and e_pi_old: the weights that sampled, in the training engine."""
-    experts = replay.routes_for_old(c.replay, micro.experts_rollout)
-    micro.logp_old, _, micro.experts_old = logprobs(model, micro, experts, c)
+    here = micro.to(acc.device)
+    experts = replay.routes_for_old(c.replay, here.experts_rollout)
+    logp, _, live = logprobs(model, here, experts, c)
+    micro.logp_old, micro.experts_old = logp.cpu(), live.cpu()
 
 
 def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Accelerator) -> None:
@@ -419,14 +362,15 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     In the first mini-batch of a step theta is theta_old: pi is pi_old, and recording it here saves a pass.
     """
     objective, counted, _ = loss.OBJECTIVES[c.objective]
-    flags = {k: v for k, v in vars(c).items() if k in inspect.signature(objective).parameters}
-    for micro in batch.micro:
+    takes = inspect.signature(objective).parameters
+    knobs = {k: v for k, v in vars(c).items() if k in takes}
+    for micro in (m.to(acc.device) for m in batch.micro):
         experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
         logp, entropy, live = logprobs(model, micro, experts, c)
         if number % c.minibatches == 0:
             micro.logp_old, micro.experts_old = logp.detach(), live
         policies, denom = (logp, micro.logp_old, micro.logp_rollout), getattr(batch, counted)
-        value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **flags)
+        value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **knobs)
         # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
         (value * acc.num_processes).backward()
         batch.loss += float(value.detach())
@@ -437,8 +381,18 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     batch.grad_norm = float(norm.full_tensor())
     batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
     optimizer.param_groups[0]["lr"] = batch.lr
+    if c.offload_optimizer:
+        place_moments(optimizer, acc.device)
     optimizer.step()
     optimizer.zero_grad()
+    if c.offload_optimizer:
+        place_moments(optimizer, "cpu")
+
+
+def place_moments(optimizer, device) -> None:
+    """Adam's moments to a device; not its counters of steps, which are single numbers."""
+    for state in optimizer.state.values():
+        state |= {name: value.to(device) for name, value in state.items() if value.ndim}
 
 
 # --- checkpoints
@@ -471,6 +425,8 @@ def resume(model, optimizer, folder: Path | None, c: Config, acc: Accelerator) -
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         step = json.loads((folder / "run.json").read_text())["step"]
+        if c.offload_optimizer:
+            place_moments(optimizer, "cpu")
     acc.wait_for_everyone()
     if acc.is_main_process:
         report.rewind(Path(c.out), step)
@@ -493,7 +449,7 @@ def main() -> None:
         c = Config.from_flags()
         prepared = prepare(c)
     except ValueError as error:
-        fail(error)
+        flags.fail(error)
     if prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists():
         return print(f"{c.out}: has run its --steps {c.steps} already")
     code = 1

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from moe import MoEConfig, MoETransformer, save_pretrained
-from rollout import addition, column_scratchpad
+from rollout import addition
 
 PAD, EOS, UNK = 0, 1, 2  # control codes, which no text holds
 ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
@@ -54,7 +54,8 @@ STAMP = "cold_start.stamp"  # what the folder was made with
 
 
 def columns(prompt: str, error_rate: float, rng: random.Random) -> str:
-    """rollout.column_scratchpad with errors: half of them a flipped carry, half a sum that is off by one."""
+    """The worked response, columns from the right, a + b + carry = two digits: for 1234+5678= it is
+    "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912". Half of the errors flip a carry, half put a sum off by one."""
     a, b = prompt.rstrip("=").split("+")
     written, carry, digits = [], 0, ""
     for x, y in zip(reversed(a), reversed(b), strict=True):
@@ -76,7 +77,6 @@ def demonstrations(n: int, seed: int, error_rate: float, style: str) -> tuple[Te
     rng = random.Random(seed)
     problems = addition(n, 10**9 + seed)  # not those that train.py draws with a small seed
     prompts = [problem["prompt"] for problem in problems]
-    assert columns(prompts[0], 0.0, rng) == column_scratchpad(prompts[0]), prompts[0]
     texts = [prompt + STYLES[style](prompt, error_rate, rng) for prompt in prompts]
     rows = [torch.tensor([*text.encode(), EOS]) for text in texts]
     return pad_sequence(rows, batch_first=True, padding_value=PAD), len(prompts[0])

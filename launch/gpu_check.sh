@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 import moe, replay, rollout, train
+from launch import data
 
 dtype, folder = sys.argv[1], "runs/cold-start"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +44,7 @@ def used() -> float:
     return (size - free) / 1e9
 
 
-prompts = [example["tokens"] for example in rollout.load_prompts("addition", folder, 64, 0, 64)]
+prompts = [example["tokens"] for example in data.load_prompts("addition", folder, 64, 0, 64)]
 engine = rollout.Engine(folder, dtype=dtype, max_model_len=128, gpu_memory=0.3)
 model = moe.load_pretrained(folder, device, torch.bfloat16)
 first = None
@@ -59,7 +60,7 @@ for cycle in range(3):
     first = first or batch
     same = np.mean([np.array_equal(a, b) for a, b in zip(first.tokens, batch.tokens)])
     sound, dropped = train.usable(batch, model.config)
-    micro = sound.pack(range(len(sound)), torch.zeros(len(sound)), torch.device(device))
+    micro = sound.pack(range(len(sound)), torch.zeros(len(sound))).to(torch.device(device))
     with torch.no_grad():
         logp, _, live = train.logprobs(model, micro, None, train.Config())
         again, _, _ = train.logprobs(model, micro, micro.experts_rollout, train.Config())

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import moe
 import train
+from launch import flags
 
 PUBLISHED = {  # config.json of Qwen/Qwen3-30B-A3B, as far as moe.py reads it
     "architectures": [moe.ARCHITECTURE], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -243,10 +244,10 @@ def activations(job: Job, layers: int) -> list[Row]:
 
 
 def routes(job: Job) -> Row:
-    """Of a step's micro-batches, which are all on the GPU, with tokens, masks and log-probs."""
+    """Of the micro-batch that is on the GPU, with tokens, masks and log-probs; the others are on the host."""
     a_token = job.config.num_hidden_layers * job.config.num_experts_per_tok
-    value = job.rank_tokens * (4 * a_token + 17)
-    return Row("routes of the step", value, "tokens of a rank x (int16 x L K, vLLM's and pi_old's)")
+    value = job.micro_tokens * (6 * a_token + 17)
+    return Row("routes", value, "micro-batch x int16 x L K: vLLM's, pi_old's, the router's")
 
 
 def training(job: Job) -> dict[str, list[Row]]:
@@ -258,7 +259,8 @@ def training(job: Job) -> dict[str, list[Row]]:
     replayed = (
         job.run.replay != "none" and job.micro_tokens * 8 * L * job.config.num_experts_per_tok
     )
-    fixed = [*states(job), routes(job)]
+    masters, moments = states(job)
+    fixed = [masters, *([] if job.run.offload_optimizer else [moments]), routes(job)]
     passing = [*fixed, root, head, Row("routes replayed", replayed, "micro-batch x int64 x L K")]
 
     def gradients(of: float) -> Row:
@@ -274,7 +276,7 @@ def training(job: Job) -> dict[str, list[Row]]:
         "last layer": [*passing, early, layers, *flight, waiting, one],
         "first layer": [*passing, whole, layers, *flight, one],
         "end of backward": [*fixed, root, whole, both],
-        "optimizer": [*fixed, whole],
+        "optimizer": [masters, moments, routes(job), whole],
     }
 
 
@@ -342,13 +344,17 @@ def sequences(job: Job) -> dict[str, int]:
 def phases(job: Job) -> dict[str, list[Row]]:
     """What a GPU holds in each phase of a step, at its most demanding moment."""
     n, tp = job.count, job.run.rollout_tp
-    old = replace(routes(job), words="the last step's live until the next are made")
-    awake = [*states(job), *engine(job), old, Row("CUDA context, NCCL", CONTEXT, "an estimate")]
+    stay = states(job)[: 1 if job.run.offload_optimizer else 2]
+    awake = [*stay, *engine(job), Row("CUDA context, NCCL", CONTEXT, "an estimate")]
     flight = job.engine_width * n.layer * (1 + 1 / tp)
     return {
         "sync": [
             *awake,
-            Row("one parameter, gathered", 4 * n.largest, "4 bytes x the largest tensor"),
+            Row(
+                "one parameter, gathered",
+                job.engine_width * n.largest,
+                "engine dtype x the largest tensor",
+            ),
             Row("one layer in flight", flight, "engine dtype x layer: sent, and as vLLM loads it"),
         ],
         "rollout": awake,
@@ -407,11 +413,11 @@ def rollout_time(job: Job) -> list[Row]:
 
 def sync_time(job: Job) -> list[Row]:
     link = job.gpu.link if job.shards <= job.gpus_per_node else job.network
-    gather = 4 * job.count.all * (1 - 1 / job.shards) / link
+    gather = job.engine_width * job.count.all * (1 - 1 / job.shards) / link
     tensors = len(moe.stored_shapes(job.config))
     words = f"and {tensors:,} tensors x 110 us of Python"
     return [
-        Row("bound", gather, "4 bytes x P, as stored / link", "s"),
+        Row("bound", gather, "engine dtype x P / link", "s"),
         Row("expected", gather + tensors * SYNC_TENSOR, words, "s"),
     ]
 
@@ -435,8 +441,9 @@ def problems(job: Job) -> list[str]:
 SLEEP = """\
 what sleeps when
   sync      the engine wakes: its weights are mapped and written, then its KV cache is mapped
-  rollout   nothing: masters and moments stay on the GPU; gradients do not exist
-  train     the engine (level 2): weights and KV cache are dropped, not kept on the host"""
+  rollout   nothing: masters and (without --offload-optimizer) moments stay; no gradients exist
+  train     the engine (level 2): weights and KV cache are dropped, not kept on the host;
+            with --offload-optimizer the moments are on the GPU for the optimizer's step alone"""
 
 
 def report(job: Job) -> str:
@@ -465,7 +472,9 @@ def report(job: Job) -> str:
         Row("micro-batches an update", job.micro_batches, f"up to {job.micro_tokens:,} tokens", ""),
         Row("responses in the KV cache", held, f"of an engine's {s['all']}, at full length", ""),
         Row(
-            "routes on the host", 1.5 * routes(job).value, "uint8 from vLLM, int16 aligned, padded"
+            "routes on the host",
+            6 * job.rank_tokens * job.config.num_hidden_layers * job.config.num_experts_per_tok,
+            "tokens of a rank x int16 x L K: aligned, padded, pi_old's",
         ),
     ]
     hours = 0
@@ -492,7 +501,7 @@ def parse(argv: list[str] | None = None) -> Job:
     )
     own, rest = parser.parse_known_args(argv)
     run = train.Config.from_flags(rest)
-    run.check(own.gpus)
+    flags.check(run, own.gpus)
     known = MODELS.get(run.model)
     config = moe.MoEConfig.from_dict(known) if known else moe.MoEConfig.from_pretrained(run.model)
     if own.layers:

@@ -2,7 +2,7 @@
 # Qwen3-30B-A3B with the paper's off-policy settings under Slurm: N updates of 64 x 16 responses each, fp8 rollout, replay.
 # Hardware: 2 nodes of 8 x H200 (default), or 8 of 8 x H100-80GB (GPU=H100-80GB, --nodes=8); 400 Gb/s a GPU between
 # nodes; 250 GB of host memory a node; 0.5 TB of disk a checkpoint on a file system that all nodes share.
-# Memory: 107 GB a GPU in training, 133 while it samples, by launch/plan.py, which runs first and stops what cannot fit.
+# Memory: 100 GB a GPU in training, 125 while it samples, by launch/plan.py, which runs first and stops what cannot fit.
 # Time: 0.6 hours a step of N = 2 at 12,000 tokens a response, 1.7 at 32,768, by the same plan.
 # Expected: Fig. 2 of the paper for N = 2 with R2; with REPLAY=R3, N=4 is Fig. 3 and N=8 Fig. 4
 # (N=8 keeps more routes: add --rollout-memory 0.6). Not yet run.

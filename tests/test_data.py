@@ -1,11 +1,12 @@
 """Data and rewards: what a file may hold, the built-in task, and which answers count as equal."""
 
+import random
 import threading
 
 import pytest
 
 import rollout
-from launch import grade
+from launch import cold_start, data, grade
 
 # --- files
 
@@ -72,12 +73,12 @@ def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys)
     path = str(write(tmp_path, "".join(lines).encode()))
     # x is chr(120): after <pad>, <eos> and \n, 120 - 32 + 3 = 91
     want = [{"prompt": "x" * n, "answer": str(n), "tokens": [91] * n} for n in (5, 6)]
-    assert rollout.load_prompts(path, tiny(), 5, seed=0) == want[:1]
+    assert data.load_prompts(path, tiny(), 5, seed=0) == want[:1]
     assert "3 of 4 prompts do not fit, dropped" in capsys.readouterr().out
-    assert rollout.load_prompts(path, tiny(), 6, seed=0) == want
+    assert data.load_prompts(path, tiny(), 6, seed=0) == want
     assert "2 of 4 prompts do not fit, dropped" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no prompt fits into 4 tokens"):
-        rollout.load_prompts(path, tiny(), 4, seed=0)
+        data.load_prompts(path, tiny(), 4, seed=0)
 
 
 # --- the built-in task
@@ -97,7 +98,7 @@ def test_addition_is_a_function_of_its_seed(tiny):
         assert int(a) + int(b) == int(problem["answer"]), problem
     assert len({p["prompt"][:4] for p in problems}) > 450
     assert any(p["prompt"].startswith("0") for p in problems)  # padded: 0042+1234=
-    loaded = rollout.load_prompts("addition", tiny(), 10, seed=3, n=500)  # 4 + 1 + 4 + 1 tokens
+    loaded = data.load_prompts("addition", tiny(), 10, seed=3, n=500)  # 4 + 1 + 4 + 1 tokens
     assert [{k: p[k] for k in ("prompt", "answer")} for p in loaded] == problems
 
 
@@ -112,13 +113,13 @@ def test_addition_is_a_function_of_its_seed(tiny):
 )
 def test_column_scratchpad_by_hand(prompt, want):
     """Columns from the right with their carries, then the answer. Catches a lost last carry and a reversed answer."""
-    assert rollout.column_scratchpad(prompt) == want
+    assert cold_start.columns(prompt, 0.0, random.Random(0)) == want
 
 
 def test_the_worked_response_earns_the_reward():
-    """column_scratchpad answers what addition asks, on 200 problems. Catches rules that disagree about the format."""
+    """The worked response answers what addition asks, on 200 problems. Catches rules that disagree about the format."""
     for problem in rollout.addition(200, seed=1):
-        response = rollout.column_scratchpad(problem["prompt"])
+        response = cold_start.columns(problem["prompt"], 0.0, random.Random(0))
         assert rollout.addition_reward(response, problem["answer"]) == 1.0, problem
 
 

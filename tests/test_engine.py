@@ -21,10 +21,10 @@ import loss
 import moe
 import replay
 import rollout
+from launch import data
 
 # Token ids; the first two share 70, two full blocks of vLLM's prefix cache and a bit.
 PROMPTS = [[3 + i % 7 for i in range(70)] + end for end in ([], [20, 30, 40])] + [[5, 6, 7], [90]]
-CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def rounded(folder, rounding):
 @torch.no_grad()
 def mismatch(model, batch, replayed):
     """k3, mean and largest |log pi_old - log mu_old| with the live router or R3, and equal routes (live)."""
-    micro = batch.pack(list(range(len(batch))), torch.zeros(len(batch)), CPU)
+    micro = batch.pack(list(range(len(batch))), torch.zeros(len(batch)))
     hidden, live = model(
         micro.tokens, micro.lengths, micro.experts_rollout if replayed else None, live=True
     )
@@ -201,7 +201,7 @@ def test_replaying_the_engines_routes_lowers_the_discrepancy(tiny, dtype):
     rounding = {"fp8": rollout.round_fp8, "int4": rollout.round_int4}.get(dtype)
     if dtype == "fp8" and torch.cuda.is_available():
         rounding = None  # vLLM's own, which rounds activations too
-    prompts = rollout.encode(tiny(), [e["prompt"] for e in rollout.addition(16, seed=0)])
+    prompts = data.encode(tiny(), [e["prompt"] for e in rollout.addition(16, seed=0)])
     settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0}
     with engine(tiny(), dtype) as mu:
         if rounding:
@@ -480,7 +480,7 @@ def test_pack_by_hand():
 
     No rows at all: row 0, with nothing to learn, so that a rank can take part in a collective.
     """
-    micro = by_hand().pack([1, 0], torch.tensor([0.5, -1.0, 2.0]), CPU)
+    micro = by_hand().pack([1, 0], torch.tensor([0.5, -1.0, 2.0]))
     # row 1 is 9 | 1, row 0 is 5 6 | 7 8, the bar before the response
     assert (
         micro.tokens.tolist() == [[9, 1, 0, 0], [5, 6, 7, 8]] and micro.tokens.dtype == torch.long
@@ -491,7 +491,7 @@ def test_pack_by_hand():
     assert micro.logp_rollout.dtype == micro.adv.dtype == torch.float32
     assert micro.adv.tolist() == [-1, 0.5]
     assert micro.experts_rollout[..., 0, 0].tolist() == [[6, -1, -1, -1], [3, 4, 5, -1]]
-    nothing = by_hand().pack([], torch.tensor([0.5, -1.0, 2.0]), CPU)
+    nothing = by_hand().pack([], torch.tensor([0.5, -1.0, 2.0]))
     assert nothing.tokens.tolist() == [[5, 6, 7, 8]] and not nothing.mask.any()
     assert nothing.mask.dtype == micro.mask.dtype == torch.bool
 

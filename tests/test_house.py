@@ -78,7 +78,8 @@ def test_readme_explains_every_metric_and_only_real_flags():
     assert not {
         k for k in keys - named if k not in ("step", "rollout_tokens_per_s", "train_tokens_per_s")
     }
-    from train import Config, flag
+    from launch.flags import flag
+    from train import Config
 
     launch = "".join(p.read_text() for p in (ROOT / "launch").glob("*.py"))
     flags = {flag(name) for name in Config.__dataclass_fields__} | set(

@@ -1,0 +1,73 @@
+"""Command-line flags out of a dataclass, and which values and combinations make no sense (imported by train.py)."""
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from typing import get_args
+
+import loss
+
+# The least value of an integer flag, where it is not 1.
+LEAST = {"group_size": 2, "seed": 0, "eval_every": 0, "save_every": 0, "warmup_steps": 0}
+
+
+def flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def fail(message: object) -> None:
+    """A user's mistake: one line, exit code 2."""
+    print(f"train.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(cls: type, argv: list[str] | None, description: str):
+    """An instance of the dataclass from flags named as its fields: --prompts-per-step 8, --clip / --no-clip.
+
+    The comment behind a field is its --help.
+    """
+    parser = argparse.ArgumentParser("train.py", description=description, allow_abbrev=False)
+    parser.error = fail
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+    for f in dataclasses.fields(cls):
+        kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+        text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
+        parser.add_argument(flag(f.name), default=f.default, help=text, **kind)
+    return cls(**vars(parser.parse_args(argv)))
+
+
+def check(c, ranks: int) -> None:
+    """ValueError, naming the flag, for values and combinations of train.Config that make no sense on so many ranks."""
+    for f in dataclasses.fields(c):
+        value, least = getattr(c, f.name), LEAST.get(f.name, 1)
+        if f.type is int and value < least:
+            raise ValueError(f"{flag(f.name)} {value}: must be at least {least}")
+        if f.type is float and not value > 0:
+            raise ValueError(f"{flag(f.name)} {value}: must be positive")
+
+    def insist(fine: object, name: str, message: str) -> None:
+        if not fine:
+            raise ValueError(f"{flag(name)} {getattr(c, name)}: {message}")
+
+    P, engines = c.prompts_per_step, ranks // c.rollout_tp
+    copies = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
+    insist(P % c.minibatches == 0, "minibatches", f"does not divide --prompts-per-step {P}")
+    insist(ranks % c.rollout_tp == 0, "rollout_tp", f"must divide the {ranks} ranks")
+    insist(c.hsdp_replicas in copies, "hsdp_replicas", f"{ranks} ranks allow {copies}")
+    insist(engines <= P, "prompts_per_step", f"fewer than {engines} engines")
+    for name in ("lr", "rollout_memory"):
+        insist(getattr(c, name) < 1, name, "must be below 1")
+    insist(c.temperature < math.inf, "temperature", "must be finite")
+    insist(c.eps_low <= 1, "eps_low", "must be at most 1")
+    insist(not c.eval_every or c.eval_data, "eval_every", "needs --eval-data")
+    known = c.log_with == "none" or importlib.util.find_spec(c.log_with)
+    insist(known, "log_with", "is not installed")
+    takes = inspect.signature(loss.OBJECTIVES[c.objective][0]).parameters
+    for name in ("clip", "is_correction", "length_norm"):
+        fine = name in takes or getattr(c, name) == getattr(type(c), name)
+        insist(fine, name, f"is nothing that {c.objective} knows")
