@@ -516,3 +516,9 @@ def test_plan_in_numbers_worked_by_hand():
     # Sequential decoding has a floor: the weights and half-full caches of what runs are read at every step.
     bound = {row.name: row.value for row in plan.rollout_time(job)}["bound"]
     assert bound > 32768 * 15.58e9 / 4.8e12
+    # --offload-optimizer: the moments are there for the optimizer's step alone.
+    away = replace(job, run=replace(job.run, offload_optimizer=True))
+    for phase in ("rollout", "train"):
+        saved = plan.total(plan.phases(job)[phase]) - plan.total(plan.phases(away)[phase])
+        assert abs(saved / PARAMETERS - 1) < 1e-9, (phase, saved)
+    assert plan.training(away)["optimizer"] == plan.training(job)["optimizer"]

@@ -202,53 +202,6 @@ def test_evaluation_samples_and_export(many):
     )
 
 
-def test_two_ranks_make_the_same_step(lottery, many):
-    """torchrun with two gloo ranks, one engine each: the metrics of one process, loss and gradient norm within 1e-5.
-
-    Traps 1, 11 and 18: gradients averaged over ranks, FSDP silently off (the first line and an assertion state the
-    mode), one rank's numbers. N = 4 with R3 and small micro-batches gives ranks different numbers of passes.
-    """
-    flags, folder = lottery
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    for name, more in {
-        "plain": "",
-        "N4-R3": "--minibatches 4 --replay R3 --micro-batch-tokens 60",
-    }.items():
-        out = folder / f"two-{name}"
-        done = launch([*torchrun, "train.py", *flags, "--out", str(out), *more.split()])
-        assert "fsdp2 on 2 cpu rank(s), fp32 compute" in done.stdout, done.stdout
-        close(rows(many[name])[0], rows(out)[0], 1e-5)
-
-
-def test_a_resumed_run_repeats_the_uninterrupted_one(lottery):
-    """Four steps at once, and two, then --resume auto, then the exported model: bit for bit the same metrics.
-
-    Catches optimizer state, data position or seeds that are not restored, and an engine that samples with the weights
-    of the start (it syncs before it samples: log-probs agree to 1e-5 right after the resume). Trap 9.
-    """
-    flags, folder = lottery
-    python, more = [sys.executable, "train.py", *flags], ["--minibatches", "2", "--replay", "R3"]
-    launch([*python, "--out", str(folder / "whole"), *more, "--steps", "4"])
-    launch([*python, "--out", str(folder / "part"), *more, "--steps", "2"])
-    torn = folder / "part" / "metrics.jsonl"
-    torn.write_text(
-        torn.read_text() + '{"step": 2, "rew'
-    )  # the run died while it wrote a later step
-    launch([*python, "--out", str(folder / "part"), *more, "--steps", "4", "--resume", "auto"])
-    whole, part = (rows(folder / name) for name in ("whole", "part"))
-    assert [untimed(r) for r in part] == [untimed(r) for r in whole]
-    assert max(r["logp_diff_max"] for r in part) < 1e-5, part
-    export = [folder / name / "hf" / "model.safetensors" for name in ("whole", "part")]
-    assert export[0].read_bytes() == export[1].read_bytes()
-
-
 def test_rows_survive_any_text(tmp_path):
     """A response with separators that str.splitlines knows and the word NaN is read back as it was; NaN becomes null.
 
