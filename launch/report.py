@@ -32,8 +32,9 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
     count, ranks = sum(p.numel() for p in model.parameters()), acc.num_processes
     tokens = c.prompts_per_step * c.group_size * c.max_new_tokens
     rounded = c.engine_dtype == "int4" or (c.engine_dtype == "fp8" and acc.device.type != "cuda")
+    copies = f" in {c.hsdp_replicas} copies" if c.hsdp_replicas > 1 else ""
     acc.print(
-        f"fsdp2 on {ranks} {acc.device.type} rank(s), {c.precision} compute, fp32 masters, {count:,} parameters; "
+        f"fsdp2 on {ranks} {acc.device.type} rank{'s' * (ranks > 1)}{copies}, {c.precision} compute, fp32 masters, {count:,} parameters; "
         f"vLLM {c.engine_dtype}{' (emulated)' if rounded else ''}; up to {tokens:,} new tokens a step"
     )
     acc.init_trackers("minirl", config=vars(c))

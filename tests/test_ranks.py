@@ -99,18 +99,20 @@ def test_two_ranks_make_the_same_update(lottery):
     assert torch.tensor(one[0]["8-4-none-0"]["norm"]).gt(0).sum() >= 3
 
 
-def test_an_engine_on_two_ranks_makes_the_same_steps(lottery):
-    """--rollout-tp 2: one engine on both ranks, each of which trains on half of its rollout: the metrics of one process
-    over two steps within 1e-4 (the engine's sums are split in two), with moments that live on the host. Catches a rank
-    that trains on the other's half, counts it twice, or syncs its own shard alone.
+def test_four_ranks_in_two_engines_and_two_copies_make_the_same_steps(lottery):
+    """--rollout-tp 2 --hsdp-replicas 2 on 4 ranks: each engine spans two ranks, each of which trains on half of its
+    rollout, and each half of the ranks holds a whole copy: the metrics of one process over two steps within 1e-4 (the
+    engine's sums are split in two), with moments that live on the host. Catches a rank that trains on the other's half
+    or counts it twice, a sync of its own shard alone, and copies whose gradients are not summed.
     """
     flags, folder = lottery
     more = ["--steps", "2", "--minibatches", "2", "--replay", "R3"]
-    launch([*ONE, "train.py", *flags, *more, "--out", str(folder / "tp1")])
-    more += ["--rollout-tp", "2", "--offload-optimizer", "--out", str(folder / "tp2")]
-    done = launch([*TWO, "train.py", *flags, *more])
-    assert "fsdp2 on 2 cpu rank(s), fp32 compute" in done.stdout, done.stdout
-    for a, b in zip(rows(folder / "tp1"), rows(folder / "tp2"), strict=True):
+    launch([*ONE, "train.py", *flags, *more, "--out", str(folder / "plain")])
+    more += ["--rollout-tp", "2", "--hsdp-replicas", "2", "--offload-optimizer"]
+    four = [*TWO[:-1], "4"]
+    done = launch([*four, "train.py", *flags, *more, "--out", str(folder / "four")])
+    assert "fsdp2 on 4 cpu ranks in 2 copies, fp32 compute" in done.stdout, done.stdout
+    for a, b in zip(rows(folder / "plain"), rows(folder / "four"), strict=True):
         close(a, b, 1e-4)
 
 
