@@ -349,6 +349,12 @@ def stored_as(name: str, p: Tensor) -> tuple[list[str], tuple[int, ...]]:
     return names, (p.shape[1] // len(parts), p.shape[2])
 
 
+def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of this model, without making it."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in MoETransformer(config).named_parameters()}
+
+
 def stored_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a checkpoint of this model, in the order of hf_weights."""
     with torch.device("meta"):

@@ -21,11 +21,9 @@ stopped.
 import dataclasses
 import importlib.util
 import inspect
-import json
 import math
 import os
 import random
-import shutil
 import sys
 import time
 import traceback
@@ -44,11 +42,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning a rank about 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from tqdm import tqdm
 
@@ -56,8 +52,8 @@ import loss
 import moe
 import replay
 import rollout
+from launch import checkpoint, flags, guard, report
 from launch import data as dataset
-from launch import flags, report
 
 DESCRIPTION = (
     f"{__doc__.splitlines()[0]} Under torchrun, with several ranks, it is the same command."
@@ -94,6 +90,7 @@ class Config:
     lr: float = 5e-5  # of AdamW, constant after the warm-up; for a 30B model 1e-6 is usual
     warmup_steps: int = 0  # updates over which the learning rate rises to it
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    max_bad_steps: int = 3  # in a row with a loss or gradient that is not finite; then it stops
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters and moments are fp32
     micro_batch_tokens: int = 16384  # tokens in one forward and backward pass
     activation_checkpointing: bool = False  # recompute layers in backward to save memory
@@ -123,12 +120,15 @@ def train(
     config: moe.MoEConfig,
     data: list,
     held_out: list,
-    checkpoint: Path | None,
-) -> None:
+    folder: Path | None,
+) -> int:
+    """The exit code: 0, or 128 + the signal that asked to stop."""
     engine = make_engine(c, acc, data + held_out)  # first: vLLM measures how much memory is free
     model, optimizer = make_model(c, config, acc)
-    begin, seconds = resume(model, optimizer, checkpoint, c, acc), defaultdict(float)
+    begin = checkpoint.resume(model, optimizer, folder, c, acc)
+    seconds = defaultdict(float)
     report.announce(model, c, acc)
+    signals, watch = guard.Signals(), guard.Watch(c.max_bad_steps)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
         set_seed((c.seed + step) % 2**32)  # nothing here draws from it; what a fork draws resumes
@@ -154,14 +154,21 @@ def train(
                 answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
                 engine.sleep()
             report.write_evaluation(step + 1, answers, c, acc)
-        report.write_step(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
+        row = report.write_step(
+            step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar
+        )
         seconds.clear()
         del minibatches  # or they would stay through the next rollout
-        if due(c.save_every, step, c):
+        watch.check(row)
+        asked = signals.asked(acc)
+        if asked or due(c.save_every, step, c):
             with phase(seconds, "save"):  # counted in the next step's line
-                save(step + 1, model, optimizer, c, acc)
-    export(model, c, acc)
+                checkpoint.save(step + 1, model, optimizer, c, acc)
+        if asked:
+            return 128 + asked
+    checkpoint.export(model, c, acc)
     engine.close()
+    return 0
 
 
 def due(every: int, step: int, c: Config) -> bool:
@@ -182,7 +189,7 @@ def phase(seconds: dict[str, float], name: str):
 
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
     """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
-    flags.check(c, int(os.environ.get("WORLD_SIZE", 1)))
+    flags.check(c, *(int(os.environ.get(f"{on}WORLD_SIZE", 1)) for on in ("", "LOCAL_")))
     if not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
     config = moe.MoEConfig.from_pretrained(c.model)
@@ -192,7 +199,8 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | No
         raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
     data = dataset.load_prompts(c.data, c.model, room, c.seed)
     held_out = c.eval_data and dataset.load_prompts(c.eval_data, c.model, room, 10**8, 256)
-    return config, data, held_out or [], report.open_folder(Path(c.out), c.resume)
+    folder = checkpoint.open_folder(Path(c.out), c.resume, moe.parameter_shapes(config))
+    return config, data, held_out or [], folder
 
 
 def start(c: Config) -> Accelerator:
@@ -245,7 +253,13 @@ def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
     register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the head's weight for it
     model.to_empty(device=acc.device)
     moe.load_weights(model, c.model)
-    return model, torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
+    for p in model.parameters():
+        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    if c.offload_optimizer:
+        place_moments(optimizer, "cpu")
+    return model, optimizer
 
 
 # --- sampling
@@ -279,7 +293,7 @@ def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, held_out=
 def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollout, int]:
     """The responses with sound log-probs and routes, routes laid on positions; and how many were dropped.
 
-    Raises RuntimeError when none is sound: then it is a setting and no accident.
+    Raises guard.Stopped when none is sound: then it is a setting and no accident.
     """
     lengths = [len(tokens) for tokens in batch.tokens]
     routes, why = replay.align_and_check(
@@ -288,7 +302,7 @@ def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollo
     sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
     rows = [b for b in range(len(batch)) if sound[b] and routes[b] is not None]
     if not rows:
-        raise RuntimeError(f"no response can be trained on: {why or 'log-probs are not finite'}")
+        raise guard.Stopped(f"no response can be trained on: {why or 'log-probs are not finite'}")
     return replace(batch, routes=routes).select(rows), len(batch) - len(rows)
 
 
@@ -308,6 +322,7 @@ class MiniBatch:
     micro: list[rollout.MicroBatch]
     responses: int
     tokens: int  # response tokens
+    skipped: bool = False  # loss or gradient is not finite
     loss: float = 0.0  # this rank's part
     grad_norm: float = math.nan
     lr: float = math.nan
@@ -379,6 +394,11 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
         return
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
     batch.grad_norm = float(norm.full_tensor())
+    whole = acc.reduce(torch.tensor([batch.loss], device=acc.device))  # the sum over ranks
+    batch.skipped = not math.isfinite(batch.grad_norm + whole)
+    if batch.skipped:
+        optimizer.zero_grad()
+        return
     batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
     optimizer.param_groups[0]["lr"] = batch.lr
     if c.offload_optimizer:
@@ -395,55 +415,6 @@ def place_moments(optimizer, device) -> None:
         state |= {name: value.to(device) for name, value in state.items() if value.ndim}
 
 
-# --- checkpoints
-
-
-def save(step: int, model, optimizer, c: Config, acc: Accelerator) -> None:
-    """OUT/checkpoints/step-N, written beside and renamed, so that a folder of that name is complete."""
-    final = Path(c.out) / "checkpoints" / f"step-{step}"
-    part = final.with_suffix(".part")
-    if acc.is_main_process:
-        shutil.rmtree(part, ignore_errors=True)
-    acc.wait_for_everyone()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)
-    acc.wait_for_everyone()
-    if acc.is_main_process:
-        (part / "run.json").write_text(json.dumps({"step": step, "config": vars(c)}))
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        for old in report.checkpoints(Path(c.out))[: -c.keep]:
-            shutil.rmtree(old)
-    acc.wait_for_everyone()
-
-
-def resume(model, optimizer, folder: Path | None, c: Config, acc: Accelerator) -> int:
-    """Loads a checkpoint, written on any number of ranks -> the step to go on with (0 without one)."""
-    step = 0
-    if folder:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        step = json.loads((folder / "run.json").read_text())["step"]
-        if c.offload_optimizer:
-            place_moments(optimizer, "cpu")
-    acc.wait_for_everyone()
-    if acc.is_main_process:
-        report.rewind(Path(c.out), step)
-    return step
-
-
-def export(model, c: Config, acc: Accelerator) -> None:
-    """OUT/hf, the folder that vLLM and transformers load, streamed a tensor at a time."""
-    final = Path(c.out) / "hf"
-    part = final.with_suffix(".part")
-    dtype = torch.float32 if c.precision == "fp32" else torch.bfloat16
-    moe.save_pretrained(model, part, dtype, like=c.model, write=acc.is_main_process)
-    if acc.is_main_process:
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-
-
 def main() -> None:
     try:
         c = Config.from_flags()
@@ -455,15 +426,23 @@ def main() -> None:
     code = 1
     try:
         acc = start(c)
-        train(c, acc, *prepared)
+        code = train(c, acc, *prepared)
         acc.wait_for_everyone()
         acc.end_training()  # trackers, process group
-        code = 0
-    except KeyboardInterrupt:
-        print("\ninterrupted; --resume auto goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first step: nothing is lost
         code = 130
+    except guard.Stopped as error:
+        print(f"train.py: stopped: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
+    if code:
+        saved = checkpoint.saved(Path(c.out))
+        print(
+            f"train.py: --resume auto goes on from {saved[-1]}"
+            if saved
+            else "train.py: no checkpoint yet",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit now and then aborts in gloo's threads

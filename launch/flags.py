@@ -41,8 +41,9 @@ def parse(cls: type, argv: list[str] | None, description: str):
     return cls(**vars(parser.parse_args(argv)))
 
 
-def check(c, ranks: int) -> None:
-    """ValueError, naming the flag, for values and combinations of train.Config that make no sense on so many ranks."""
+def check(c, ranks: int, node: int) -> None:
+    """ValueError, naming the flag, for values and combinations of train.Config that make no sense on so many ranks,
+    `node` of them on each machine."""
     for f in dataclasses.fields(c):
         value, least = getattr(c, f.name), LEAST.get(f.name, 1)
         if f.type is int and value < least:
@@ -58,6 +59,9 @@ def check(c, ranks: int) -> None:
     copies = [n for n in range(1, max(ranks, 2)) if ranks % n == 0]  # at least two ranks a copy
     insist(P % c.minibatches == 0, "minibatches", f"does not divide --prompts-per-step {P}")
     insist(ranks % c.rollout_tp == 0, "rollout_tp", f"must divide the {ranks} ranks")
+    insist(node % c.rollout_tp == 0, "rollout_tp", f"must divide the {node} ranks of a machine")
+    idle = c.replay == "R2" and c.minibatches == 1
+    insist(not idle, "replay", "is none with --minibatches 1, where pi_old's experts are pi's own")
     insist(c.hsdp_replicas in copies, "hsdp_replicas", f"{ranks} ranks allow {copies}")
     insist(engines <= P, "prompts_per_step", f"fewer than {engines} engines")
     for name in ("lr", "rollout_memory"):

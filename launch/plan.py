@@ -501,7 +501,7 @@ def parse(argv: list[str] | None = None) -> Job:
     )
     own, rest = parser.parse_known_args(argv)
     run = train.Config.from_flags(rest)
-    flags.check(run, own.gpus)
+    flags.check(run, own.gpus, min(own.gpus, own.gpus_per_node))
     known = MODELS.get(run.model)
     config = moe.MoEConfig.from_dict(known) if known else moe.MoEConfig.from_pretrained(run.model)
     if own.layers:

@@ -30,4 +30,4 @@ flags=(
 export PYTORCH_ALLOC_CONF=expandable_segments:True # packed micro-batches vary in size; vLLM's pool is left out
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec srun --kill-on-bad-exit=1 .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
-  --rdzv-backend c10d --rdzv-endpoint "$first:29500" --rdzv-id "$SLURM_JOB_ID" train.py "${flags[@]}"
+  --rdzv-backend c10d --rdzv-endpoint "$first:$((29500 + SLURM_JOB_ID % 1000))" --rdzv-id "$SLURM_JOB_ID" train.py "${flags[@]}"

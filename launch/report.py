@@ -6,9 +6,7 @@ Every number is the whole batch's, over all mini-batches, micro-batches and rank
 import importlib.metadata
 import json
 import math
-import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +22,7 @@ from tqdm import tqdm
 
 import loss
 import replay
+from launch import guard
 
 
 def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
@@ -45,50 +44,9 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
         versions = {name: importlib.metadata.version(name) for name in names}
         versions["vllm"] = sys.modules["vllm"].__version__  # its package has another name on a CPU
         record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
-        (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
-def checkpoints(out: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = [p for p in (out / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def open_folder(out: Path, resume: str) -> Path | None:
-    """Makes --out -> the checkpoint to go on from, if any. ValueError where it can't be written, holds another run, or
-    the checkpoint is none. Changes nothing that is there."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").touch()
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from None
-    used, folder = (out / "metrics.jsonl").exists(), Path(resume)
-    if resume in ("", "auto"):
-        if used and not resume:
-            raise ValueError(f"--out {out}: holds a run; add --resume auto or take another folder")
-        return (checkpoints(out) or [None])[-1] if resume else None
-    if not (folder / "run.json").is_file() or not re.fullmatch(r"step-\d+", folder.name):
-        raise ValueError(f"--resume {folder}: not a checkpoint of train.py")
-    if used and folder.resolve().parent != (out / "checkpoints").resolve():
-        raise ValueError(f"--out {out}: holds a run, and --resume {folder} belongs to another")
-    return folder
-
-
-def rewind(out: Path, step: int) -> None:
-    """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
-    checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
-    for name, gone in (("metrics.jsonl", step), ("samples.jsonl", step), ("eval.jsonl", step + 1)):
-        path = out / name
-        lines = list(path.open(encoding="utf-8")) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n") and line.strip()]
-        kept = [line for line in whole if json.loads(line)["step"] < gone]
-        if whole and not kept:
-            print(f"{path}: kept as {name}.bak, since no checkpoint goes with it")
-            path.rename(out / f"{name}.bak")
-        elif len(kept) < len(lines):
-            path.write_text("".join(kept), encoding="utf-8")
-    for later in (p for p in checkpoints(out) if int(p.name[5:]) > step):
-        shutil.rmtree(later)
+        path = Path(c.out) / "config.json"
+        with guard.writing(path):
+            path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
@@ -131,6 +89,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
         "truncated_frac": truncated.mean(),
         "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
         "dropped_responses": sum(dropped) // c.rollout_tp,
+        "skipped_updates": sum(m.skipped for m in minibatches),
         **{k: float(v) for k, v in stats.items() if k != "tokens"},
         "first_order_gap": float(np.median(gaps)),
         "first_order_gap_max": max(gaps),
@@ -145,7 +104,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
 
 def write_step(
     step, examples, batch, adv, minibatches, dropped, seconds, c, acc: Accelerator, bar: tqdm
-) -> None:
+) -> dict:
     """One line, metrics.jsonl, and best and worst response to the first two prompts in samples.jsonl."""
     m = {
         "step": step,
@@ -158,7 +117,7 @@ def write_step(
     m["peak_memory_gb"] = peak_memory_gb()
     acc.log({k: v for k, v in m.items() if isinstance(v, int | float)}, step=step)
     if not acc.is_main_process:
-        return
+        return m
     append(Path(c.out) / "metrics.jsonl", m)
     for g in sorted(set(batch.group_ids.tolist()))[:2]:
         rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
@@ -181,6 +140,11 @@ def write_step(
     )
     clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
+    if m["skipped_updates"]:
+        bar.write(
+            f"step {step:4d}  {m['skipped_updates']} updates left out: loss or gradient not finite"
+        )
+    return m
 
 
 def write_evaluation(step: int, batch, c, acc: Accelerator) -> None:
@@ -214,5 +178,5 @@ def append(path: Path, row: dict) -> None:
             )
         return None if isinstance(v, float) and not math.isfinite(v) else v
 
-    with open(path, "a", encoding="utf-8") as f:
+    with guard.writing(path), open(path, "a", encoding="utf-8") as f:
         f.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")

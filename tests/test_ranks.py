@@ -138,15 +138,15 @@ if where == "update":  # weights and moments are new by then
             die()
 
     train.update = train_update
-else:  # the tensors are on the disk, what says where they are is not
-    finish = dcp.FileSystemWriter.finish
+else:  # the tensors are on the disk, run.json is not
+    finish = dcp.HuggingFaceStorageWriter.finish
 
     def writer_finish(self, *rest, **more):
         if self.path.name == f"step-{when}.part":
             die()
         finish(self, *rest, **more)
 
-    dcp.FileSystemWriter.finish = writer_finish
+    dcp.HuggingFaceStorageWriter.finish = writer_finish
 train.main()
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import train
-from launch import report
+from launch import checkpoint, report
 from train import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,16 +212,16 @@ def test_rows_survive_any_text(tmp_path):
     for row in (odd, {"step": 1, "list": [math.nan, 1.0], "value": math.inf}):
         report.append(path, row)
     path.open("a", encoding="utf-8").write('{"step": 2, "torn')
-    report.rewind(tmp_path, 2)
+    checkpoint.rewind(tmp_path, 2)
     assert rows(tmp_path, "samples.jsonl") == [odd, {"step": 1, "list": [None, 1.0], "value": None}]
-    report.rewind(tmp_path, 1)
+    checkpoint.rewind(tmp_path, 1)
     assert rows(tmp_path, "samples.jsonl") == [odd]
     for name in ("step-1", "step-3", "step-3.part", "step-best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert [p.name for p in report.checkpoints(tmp_path)] == ["step-1", "step-3"]
-    report.rewind(tmp_path, 0)  # nothing goes with it: moved, not lost
+    assert [p.name for p in checkpoint.saved(tmp_path)] == ["step-1", "step-3"]
+    checkpoint.rewind(tmp_path, 0)  # nothing goes with it: moved, not lost
     assert rows(tmp_path, "samples.jsonl.bak") == [odd]
-    assert not (tmp_path / "samples.jsonl").exists() and not report.checkpoints(tmp_path)
+    assert not (tmp_path / "samples.jsonl").exists() and not checkpoint.saved(tmp_path)
 
 
 def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
