@@ -1,0 +1,369 @@
+"""What breaks long runs, done to real ones: bad flags and files, NaN, signals, a full disk, a stale engine, a dead rank.
+
+Each fault has its message and exit code, and nothing that was there before is lost. Bad input is met by train.main in
+a forked process each, faults by the real command with one line of sabotage. The model and its lottery are those of
+tests/test_train.py; kill -9 is in tests/test_ranks.py.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_ranks import ONE, TWO
+from test_train import launch, rows
+
+from launch import checkpoint
+
+SABOTAGE = "import sys, os, signal, resource, train; exec(sys.argv.pop(1)); train.main()"
+BEFORE = """
+def after_update(act):
+    update = train.update
+    def sabotaged(model, optimizer, batch, number, *rest):
+        update(model, optimizer, batch, number, *rest)
+        act(number)
+    train.update = sabotaged
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny):
+    """Flags of a short run on the lottery, its folder, and a finished run of one step that others start from."""
+    folder = tmp_path_factory.mktemp("faults")
+    lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 16 --precision fp32 --lr 1e-4"
+    flags += " --save-every 1 --resume auto"
+    flags = [*flags.split(), "--model", str(tiny()), "--data", str(folder / "data.jsonl")]
+    launch([*ONE, "train.py", *flags, "--steps", "1", "--out", str(folder / "begun")])
+    return flags, folder
+
+
+def sabotage(run, name: str, code: str, *more: str, like: str | None = "begun", steps: int = 5):
+    """A run that goes on from the finished step, with some Python before it -> its folder, and how it ended."""
+    flags, folder = run
+    if like and not (folder / name).exists():
+        shutil.copytree(folder / like, folder / name)
+    command = [*ONE, "-c", SABOTAGE, BEFORE + code, *flags, "--steps", str(steps), *more]
+    return folder / name, launch([*command, "--out", str(folder / name)], ok=False)
+
+
+def whole(out: Path) -> list[int]:
+    """The steps of metrics.jsonl, each line of which is whole; and what the checkpoints say is there and readable."""
+    from moe import MoEConfig, parameter_shapes
+
+    config = MoEConfig.from_pretrained(json.loads((out / "config.json").read_text())["model"])
+    assert (
+        checkpoint.open_folder(out, "auto", parameter_shapes(config)) == checkpoint.saved(out)[-1]
+    )
+    return [row["step"] for row in rows(out)]
+
+
+# --- faults
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_the_step_and_saves(run, name, code):
+    """Ctrl-C or SIGTERM in a step: the step is finished, logged and saved, and the exit code is 128 + the signal's.
+    Catches a step that is lost, and a run that reports success.
+    """
+    act = f"after_update(lambda n: n == 2 and os.kill(os.getpid(), signal.{name}))"
+    out, done = sabotage(run, name, act, "--save-every", "100")
+    assert done.returncode == code, done.stderr[-2000:]
+    assert f"{name}: saving after this step" in done.stderr
+    assert f"--resume auto goes on from {out}/checkpoints/step-3" in done.stderr
+    assert whole(out) == [0, 1, 2] and not (out / "hf.part").exists()
+
+
+def test_what_is_not_finite_is_left_out_and_counted(run):
+    """An infinite advantage in updates 1, 3, 4 and 5: update 1 is skipped and the run goes on; after three in a
+    row it stops with code 1 and names the last checkpoint, whose weights are finite and those before the bad updates.
+    """
+    act = """
+adv, calls = train.advantages, [0]
+def advantages(batch, c):
+    calls[0] += 1
+    return adv(batch, c) + (1.0 if calls[0] == 2 else float("inf"))
+train.advantages = advantages
+"""
+    out, done = sabotage(run, "infinite", act, "--keep", "9", steps=9)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert [row["skipped_updates"] for row in rows(out)] == [0, 1, 0, 1, 1, 1]
+    assert [row["lr"] for row in rows(out)] == [1e-4, None, 1e-4, None, None, None]
+    assert (
+        "3 steps in a row with a loss or gradient that is not finite (--max-bad-steps)"
+        in (done.stderr.splitlines()[-2])
+    )
+    assert f"--resume auto goes on from {out}/checkpoints/step-5" in done.stderr
+    assert whole(out) == list(range(6))
+
+    def weights(step):
+        files = sorted((out / "checkpoints" / f"step-{step}").glob("*.safetensors"))
+        return {k: v for file in files for k, v in load_file(file).items()}
+
+    states = {step: weights(step) for step in (1, 2, 3, 5)}
+    for name, before in states[1].items():
+        assert before.equal(states[2][name]) and states[3][name].equal(states[5][name])
+    assert not states[2]["weight.norm.weight"].equal(states[3]["weight.norm.weight"])
+
+
+def test_an_engine_with_other_weights_stops_the_run(run):
+    """A sync that puts a wrong head into vLLM: step 1 stops with code 1, KL and likely causes, before a checkpoint of
+    what it did to the weights. Catches trap 9 in a run whose log looks fine.
+    """
+    act = """
+stream = train.moe.hf_weights
+train.moe.hf_weights = lambda *z: ((n, t * (5 if "lm_head" in n else 1)) for n, t in stream(*z))
+"""
+    out, done = sabotage(run, "stale", act)
+    assert done.returncode == 1, done.stderr[-2000:]
+    line = next(z for z in done.stderr.splitlines() if "stopped" in z)
+    assert "step 1: KL[mu||pi_old] is" in line and "does not sample from the weights" in line
+    assert [p.name for p in checkpoint.saved(out)] == ["step-1"]
+
+
+def test_lost_routes_name_the_setting(run):
+    """Trap 6: an engine that returns no routes: code 1, the setting's name, nothing trained on."""
+    act = """
+engine = train.rollout.Engine
+train.rollout.Engine = lambda *z, **more: engine(*z, **more, routes=False)
+"""
+    out, done = sabotage(run, "no-routes", act)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "stopped: no response can be trained on: " in done.stderr
+    assert "enable_return_routed_experts" in done.stderr
+    assert whole(out) == [0]
+
+
+def test_a_full_disk_names_the_path_and_keeps_what_is_there(run):
+    """No room for metrics.jsonl (/dev/full), and none for a checkpoint (a limit on file sizes): code 1 and one line with
+    the path; the older checkpoint still loads, and the run goes on from it when there is room again.
+    """
+    out, folder = run[1] / "full", run[1]
+    shutil.copytree(folder / "begun", out)
+    (out / "samples.jsonl").unlink()
+    (out / "samples.jsonl").symlink_to("/dev/full")
+    act = "train.checkpoint.rewind = lambda *z: None"  # it would read /dev/full without an end
+    out, done = sabotage(run, "full", act)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert f"stopped: {out}/samples.jsonl: cannot be written ([Errno 28] No space" in done.stderr
+    (out / "samples.jsonl").unlink()
+    assert whole(out)[0] == 0
+
+    act = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+after_update(lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1)))
+"""
+    out, done = sabotage(run, "full", act)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert f"stopped: {out}/checkpoints/step-2.part: cannot be written (" in done.stderr
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert [p.name for p in checkpoint.saved(out)] == ["step-1"]
+    out, done = sabotage(run, "full", "", steps=2)
+    assert done.returncode == 0 and whole(out) == [0, 1], done.stderr[-2000:]
+
+
+def test_a_rank_that_dies_ends_the_others(run):
+    """Rank 1 of two raises in an update: within a minute torchrun ends with code 1 and no process stays; its error is
+    the first one shown. Catches a rank that waits in a collective for hours.
+    """
+    flags, folder = run
+    script = folder / "dies.py"
+    act = "after_update(lambda n: os.environ['RANK'] == '1' and 1 / 0)"
+    script.write_text(f"import os, train\n{BEFORE}\n{act}\ntrain.main()")
+    begin = time.monotonic()
+    shutil.copytree(folder / "begun", folder / "dies")
+    done = launch([*TWO, str(script), *flags, "--out", str(folder / "dies")], ok=False)
+    assert time.monotonic() - begin < 60 + 60  # of which the start takes some
+    assert done.returncode == 1 and whole(folder / "dies") == [0]
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert "ZeroDivisionError: division by zero" in errors[0], errors
+    found = subprocess.run(["pgrep", "-f", str(script)], check=False, stdout=subprocess.PIPE)
+    assert not found.stdout
+
+
+def test_equal_rewards_do_no_harm_and_a_busy_port_no_matter(run):
+    """Answers that nobody gives: every advantage is 0, and the export is the model it started from, bit for bit. The
+    port that distributed programs like best is taken meanwhile (trap 19).
+    """
+    flags, folder = run
+    (folder / "never.jsonl").write_text('{"prompt": "a", "answer": "nobody says this"}\n' * 4)
+    with socket.socket() as busy:
+        busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        busy.bind(("", 29500))
+        busy.listen()
+        more = ["--data", str(folder / "never.jsonl")]
+        out, done = sabotage(run, "equal", "", *more, like=None, steps=1)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = rows(out)[0]
+    assert row["zero_adv_group_frac"] == 1 and row["grad_norm"] == 0 and row["loss"] == 0
+    start = load_file(Path(flags[flags.index("--model") + 1]) / "model.safetensors")
+    after = load_file(out / "hf" / "model.safetensors")
+    assert all(start[name].equal(after[name]) for name in start)
+
+
+# --- bad input
+
+
+def bad_input(run, other: Path) -> list[tuple[str, list[str]]]:
+    """What the one line must say, and the flags that are wrong; files are made for it."""
+    flags, folder = run
+    model = Path(flags[flags.index("--model") + 1])
+    begun = folder / "begun"
+
+    def copied(name: str, source: Path) -> Path:
+        shutil.copytree(source, folder / name)
+        return folder / name
+
+    def configured(name: str, **changes) -> list[str]:
+        config = json.loads((copied(name, model) / "config.json").read_text()) | changes
+        (folder / name / "config.json").write_text(json.dumps(config))
+        return ["--model", str(folder / name)]
+
+    def cut(path: Path, size: int = -100) -> None:
+        path.write_bytes(path.read_bytes()[:size])
+
+    def data(name: str, text: str) -> list[str]:
+        (folder / name).write_text(text)
+        return ["--data", str(folder / name)]
+
+    first = "shard-00001-model-00002-of-00004.safetensors"
+    cut(copied("torn", begun) / "checkpoints" / "step-1" / first)
+    (copied("part", begun) / "checkpoints" / "step-1" / first).unlink()
+    (copied("no-record", begun) / "checkpoints" / "step-1" / "run.json").write_text("{")
+    (copied("no-file", begun) / "checkpoints" / "step-1" / "run.json").unlink()
+    half = copied("half", begun) / "checkpoints" / "step-1" / first
+    with safe_open(half, "pt") as f:
+        tensors, about = {n: f.get_tensor(n) for n in f.keys()}, f.metadata()  # noqa: SIM118
+    name = next(n for n in tensors if n.endswith("down_proj"))
+    places = json.loads(about["DCP_SHARDING_INFO"])
+    places[name]["saved_offsets"][0] = 4  # as if another rank had had the first four experts
+    about["DCP_SHARDING_INFO"] = json.dumps(places)
+    save_file({n: t[4:] if n == name else t for n, t in tensors.items()}, half, about)
+    cut(copied("cut", model) / "model.safetensors")
+    (copied("text", model) / "config.json").write_text("not json")
+    (copied("tokenizer", model) / "tokenizer.json").write_text("{")
+    (folder / "file").write_text("")
+    out = ["--out", str(folder / "new")]
+    return [
+        *(
+            (message, [*wrong.split(), *out])
+            for message, wrong in {
+                "--steps 0: must be at least 1": "--steps 0",
+                "--steps: invalid int value: 'x'": "--steps x",
+                "--group-size 1": "--group-size 1",
+                "--prompts-per-step -4": "--prompts-per-step -4",
+                "--max-new-tokens 0": "--max-new-tokens 0",
+                "--minibatches 3: does not divide": "--minibatches 3",
+                "--minibatches 8: does not divide --prompts-per-step 4": "--minibatches 8",
+                "--replay R2: is none with --minibatches 1": "--replay R2",
+                "invalid choice: 'r3'": "--replay r3",
+                "invalid choice: 'fp16'": "--rollout-dtype fp16",
+                "--rollout-tp 2": "--rollout-tp 2",
+                "--rollout-memory 1.5": "--rollout-memory 1.5",
+                "--hsdp-replicas 2": "--hsdp-replicas 2",
+                "--temperature 0.0": "--temperature 0",
+                "--temperature inf": "--temperature inf",
+                "--lr -1.0": "--lr -1",
+                "--lr nan": "--lr nan",
+                "--is-cap 0.0": "--is-cap 0",
+                "--eps-low 1.5": "--eps-low 1.5",
+                "--max-grad-norm 0.0": "--max-grad-norm 0",
+                "--max-bad-steps 0": "--max-bad-steps 0",
+                "--keep 0": "--keep 0",
+                "--micro-batch-tokens 0": "--micro-batch-tokens 0",
+                "--eval-every 1": "--eval-every 1",
+                "--is-correction False": "--objective grpo --no-is-correction",
+                "--length-norm True": "--objective cispo --length-norm",
+                "--log-with wandb": "--log-with wandb",
+                "--seed -1": "--seed -1",
+                "unrecognized arguments: --group": "--group 4",
+            }.items()
+        ),
+        ("nowhere/config.json", ["--model", "nowhere", *out]),
+        ("config.json", ["--model", str(folder / "text"), *out]),
+        ("num_experts", [*configured("no-experts", num_experts=None, num_local_experts=None), *out]),
+        ("num_experts_per_tok", [*configured("many", num_experts_per_tok=99), *out]),
+        ("attention_bias", [*configured("bias", attention_bias=True), *out]),
+        ("hidden_size", [*configured("wide", hidden_size="64"), *out]),
+        ("config.json makes it", [*configured("narrow", moe_intermediate_size=16), *out]),
+        (str(folder / "cut"), ["--model", str(folder / "cut"), *out]),
+        ("tokenizer", ["--model", str(folder / "tokenizer"), *out]),
+        ("bad.jsonl:2", [*data("bad.jsonl", '{"prompt": "a", "answer": 1}\n{"prompt"\n'), *out]),
+        ("no-answer.jsonl:1", [*data("no-answer.jsonl", '{"prompt": "a"}\n'), *out]),
+        ("no examples", [*data("empty.jsonl", "\n\n"), *out]),
+        ("no prompt fits", [*data("long.jsonl", f'{{"prompt": "{"a" * 300}", "answer": 1}}'), *out]),
+        (f"--out {folder}/file/x", ["--out", str(folder / "file" / "x")]),
+        ("holds a run", ["--out", str(begun), "--resume", ""]),
+        ("belongs to another", [*out[:1], str(begun), "--resume", str(folder / "part/checkpoints/step-1")]),
+        ("not a checkpoint", [*out, "--resume", str(folder / "data.jsonl")]),
+        (first, ["--out", str(folder / "torn")]),
+        ("layers.0", ["--out", str(folder / "part")]),
+        ("parts of", ["--out", str(folder / "half")]),
+        ("not a checkpoint of train.py", ["--out", str(folder / "no-record")]),
+        ("not a checkpoint of train.py", ["--out", str(folder / "no-file")]),
+        ("the model's is", ["--model", str(other), "--out", str(begun)]),
+    ]  # fmt: skip
+
+
+MAINS = """
+import json, os, sys
+import train
+train.start = lambda c: print("an engine would have started", file=sys.stderr) or os._exit(99)
+import torch._dynamo  # what the children need, once
+from transformers import AutoTokenizer, TokenizersBackend
+results = []
+for flags in json.load(open(sys.argv[1])):
+    with open(sys.argv[1] + ".err", "w+") as err:
+        if not (child := os.fork()):
+            os.dup2(err.fileno(), 2)
+            sys.argv = ["train.py", *flags]
+            try:
+                train.main()
+            except SystemExit as end:  # without the second that Python takes to leave torch
+                sys.stderr.flush()
+                os._exit(end.code)
+        _, status = os.waitpid(child, 0)
+        err.seek(0)
+        results.append((os.waitstatus_to_exitcode(status), err.read()))
+print(json.dumps(results))
+"""
+
+
+def test_bad_input_is_one_line_and_code_2(run, tiny, tmp_path):
+    """More than 50 mistakes in flags, config.json, tokenizer, weights, data and checkpoints: code 2 and one line that
+    names the flag or file, before an engine starts; an existing run is left as it was. Trap 14: a checkpoint that is cut
+    off, of which a file or a part of a tensor is missing, or of another model, is never half-loaded.
+    """
+    flags, folder = run
+    cases = bad_input(run, tiny(num_hidden_layers=2))
+    assert len(cases) > 50
+    before = {p: p.read_bytes() for p in (folder / "begun").rglob("*") if p.is_file()}
+    (tmp_path / "cases").write_text(json.dumps([[*flags, *wrong] for _, wrong in cases]))
+    done = launch([sys.executable, "-c", MAINS, str(tmp_path / "cases")])
+    results = json.loads(done.stdout.splitlines()[-1])
+    for (message, wrong), (code, error) in zip(cases, results, strict=True):
+        assert code == 2, (wrong, code, error)
+        assert error.count("\n") == 1 and error.startswith("train.py: error: "), (wrong, error)
+        assert message in error, (message, error)
+    assert before == {p: p.read_bytes() for p in (folder / "begun").rglob("*") if p.is_file()}
+
+
+def test_nothing_printed_holds_the_environment(run, monkeypatch):
+    """A secret in the environment is in no file of a run and in no message of one that fails."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_of_a_user")
+    flags, folder = run
+    out, done = sabotage(run, "secret", "after_update(lambda n: 1 / 0)")
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    texts = [p.read_bytes() for p in out.rglob("*") if p.is_file()]
+    assert b"hf_secret_of_a_user" not in b"".join(
+        [*texts, done.stderr.encode(), done.stdout.encode()]
+    )
+    assert os.environ["HF_TOKEN"] == "hf_secret_of_a_user"
