@@ -69,7 +69,40 @@ def columns(prompt: str, error_rate: float, rng: random.Random) -> str:
     return " ".join([*written, f"#{carry}{digits}"])
 
 
-STYLES = {"columns": columns}  # name -> (prompt, error rate, random numbers) -> flawed response
+def places(prompt: str, error_rate: float, rng: random.Random) -> str:
+    """Left to right by place value, the carries at the end: "1+5=06 2+6=08 3+7=10 4+8=12 #06912". An error puts a sum
+    off by one, and the answer with it."""
+    a, b = prompt.rstrip("=").split("+")
+    sums = [int(x) + int(y) for x, y in zip(a, b, strict=True)]
+    sums = [slip(s, 18, error_rate, rng) for s in sums]
+    answer = sum(s * 10**i for i, s in enumerate(reversed(sums)))
+    written = [f"{x}+{y}={s:02}" for x, y, s in zip(a, b, sums, strict=True)]
+    return " ".join([*written, f"#{answer:0{len(a) + 1}}"])
+
+
+def running(prompt: str, error_rate: float, rng: random.Random) -> str:
+    """The second number added place by place: "+5000=06234 +0600=06834 +0070=06904 +0008=06912 #06912". An error puts
+    a digit of the running total off by one."""
+    a, b = prompt.rstrip("=").split("+")
+    total, written, width = int(a), [], len(b)
+    for i, digit in enumerate(b):
+        place = 10 ** (width - 1 - i)
+        step = int(digit) * place
+        total += step + place * (slip(5, 10, error_rate, rng) - 5)
+        total = max(0, min(total, 10 ** (width + 1) - 1))
+        written.append(f"+{step:0{width}}={total:0{width + 1}}")
+    return " ".join([*written, f"#{total:0{width + 1}}"])
+
+
+def slip(number: int, largest: int, error_rate: float, rng: random.Random) -> int:
+    """Now and then off by one, but within 0 and the largest."""
+    if rng.random() >= error_rate:
+        return number
+    return number + ({0: 1, largest: -1}.get(number) or rng.choice((-1, 1)))
+
+
+# name -> (prompt, error rate, random numbers) -> flawed response
+STYLES = {"columns": columns, "places": places, "running": running}
 
 
 def demonstrations(n: int, seed: int, error_rate: float, style: str) -> tuple[Tensor, int]:

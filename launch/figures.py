@@ -1,263 +1,246 @@
-"""The paper in miniature, a figure a subcommand: python launch/figures.py first-order [--out PNG]
+"""The paper's figures in miniature: python launch/figures.py 1 2 3 4 5 beyond | all [--budget MINUTES]
 
-Hardware: any CPU, one core. Time: first-order 6 s. Last run 2026-11-30.
-Expected result, first-order: the gap between J_seq and J_token (less its constant) falls by 4 and the gap between their
-gradients by 2 whenever the step h away from mu halves, for a tabular policy and for an MoE with replayed experts; the
-MoE with its live router breaks the law at every h at which an expert flips, and obeys it below.
+Each figure is a grid of recipes and seeds; each run is train.py as a user would start it, from the toy of cold_start.py.
+A figure leaves launch/results/figure_N.json (what every run did, diverged ones too) and figure_N.png, and prints a
+table. Runs that the JSON has already are not run again, so that an interrupted figure goes on where it stopped; a run
+that was interrupted resumes from its checkpoint.
 
-first-order   Both objectives and both gradients, exactly: the policies are so small that *all* responses are enumerated
-              and weighted by mu(y). Of each policy three cases, with a and b random directions in parameter space:
-                  discrepancy   pi_old = mu + h a    pi = pi_old
-                  staleness     pi_old = mu          pi = mu + h b
-                  both          pi_old = mu + h a    pi = pi_old + h b
+The regime: 4-digit addition, a 1.8M-parameter MoE, 16 experts top-4, bf16 training. The gap between engines is made as
+large as a big model's by rounding the rollout weights to 4 bits per output channel (--rollout-dtype int4), staleness by N
+updates a batch. A learning rate that is fine with the right recipe and fatal without it: 1e-4.
 
-Each figure leaves a PNG and, beside it, a JSON with the numbers drawn. tests/test_formulation.py runs the same code.
+Hardware: 2 cores; hours: 0.4 to 0.9 a figure with the seeds below, --jobs 2 (one thread a run). Last run LAST.
 """
 
 import argparse
 import itertools
 import json
+import os
+import platform
+import shlex
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from loss import sequence_weight, token_weights
-from moe import MoEConfig, MoETransformer
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, RUNS = ROOT / "launch" / "results", ROOT / "runs" / "figures"
+STEPS, STEP_SECONDS, START_SECONDS = (
+    60,
+    4.0,
+    20.0,
+)  # of a run; seconds for --budget, 2 jobs on 2 cores
+REGIME = "--rollout-dtype int4 --lr 1e-4 --max-new-tokens 64 --prompts-per-step 32 --group-size 8"
+ROWS = {  # metric -> label, logarithmic axis
+    "reward_mean": ("mean reward", False),
+    "kl_rollout_train_k3": ("KL[mu || pi_old], k3", True),
+    "entropy": ("entropy of pi", True),
+    "routing_agreement": ("same experts in both engines", False),
+    "first_order_gap": ("first-order gap, median", True),
+}
+MINIRL, NO_CLIP = {"R2": "--replay R2", "R3": "--replay R3"}, "--no-clip"
 
-RESULTS = Path(__file__).resolve().parent / "results"
-EOS, SYMBOLS = 2, 3  # EOS also stands at position 0, as the prompt
-STEPS = [2.0**-k for k in range(12)]  # h
-CASES = ("discrepancy", "staleness", "both")
-TINY = {  # an MoE of ours whose vocabulary is the three symbols
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": SYMBOLS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
+
+def off_policy(n: int) -> dict[str, str]:
+    """The recipes of Fig. 2 to 4."""
+    recipes = {"no clip": NO_CLIP, "R2, no clip": f"{MINIRL['R2']} {NO_CLIP}", **MINIRL}
+    return {name: f"--minibatches {n} {flags}" for name, flags in recipes.items()}
+
+
+ABLATIONS = {"MiniRL": "", "+ length-norm": "--length-norm", "w/o train-infer-IS": "--no-is-correction"}  # fmt: skip
+FIGURES = {  # name -> title, seeds, recipe -> flags of train.py
+    "1": (
+        "Fig. 1, on-policy (N = 1)",
+        5,
+        {
+            f"{name}{', R3' * bool(r3)}": f"{flags} {r3}".strip()
+            for (name, flags), r3 in itertools.product(ABLATIONS.items(), ("", MINIRL["R3"]))
+        },
+    ),
+    "2": ("Fig. 2, N = 2", 3, off_policy(2)),
+    "3": ("Fig. 3, N = 4", 3, off_policy(4)),
+    "4": ("Fig. 4, N = 8", 5, off_policy(8)),
+    "5": (
+        "Fig. 5, three cold starts (N = 2, R2)",
+        3,
+        {
+            style: f"--minibatches 2 --replay R2 --model runs/cold-start-{style}"
+            for style in ("columns", "places", "running")
+        },
+    ),
+    "beyond": (
+        "Beyond the paper: GRPO and CISPO (N = 8)",
+        3,
+        {
+            "MiniRL": "--minibatches 8",
+            "GRPO": "--minibatches 8 --objective grpo",
+            "CISPO": "--minibatches 8 --objective cispo",
+        },
+    ),
 }
 
 
-# --- policies small enough to enumerate
+# --- the runs
 
 
-def all_responses(limit: int) -> tuple[Tensor, Tensor]:
-    """Every response of at most `limit` symbols, ended by EOS or cut off: tokens (B, 1 + limit), mask alike.
-
-    B = 2^(limit + 1) - 1; any policy's probabilities of them add up to 1.
-    """
-    ended = [(*y, EOS) for n in range(limit) for y in itertools.product((0, 1), repeat=n)]
-    rows = [*ended, *itertools.product((0, 1), repeat=limit)]
-    tokens = torch.tensor([(EOS, *y, *[EOS] * (limit - len(y))) for y in rows])  # (B, T)
-    ends = torch.tensor([len(y) for y in rows])[:, None]
-    place = torch.arange(1 + limit)
-    return tokens, (place >= 1) & (place <= ends)
+def cold_start(flags: str) -> None:
+    """Makes the model that a run starts from, unless it is there."""
+    words = shlex.split(flags)
+    model = words[words.index("--model") + 1] if "--model" in words else "runs/cold-start"
+    style = model.partition("cold-start-")[2] or "columns"
+    command = [sys.executable, "launch/cold_start.py", "--out", model, "--style", style]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
-class Tabular(nn.Module):
-    """pi(. | y_<t) = softmax(logits[y_<t]): a free row of logits for each prefix that can be continued."""
-
-    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
-        super().__init__()
-        self.tokens, self.mask = tokens, mask
-        self.node = torch.zeros_like(tokens)  # (B, T), of the prefix in the binary tree of prefixes
-        for t in range(2, tokens.shape[1]):
-            self.node[:, t] = 2 * self.node[:, t - 1] + 1 + tokens[:, t - 1]
-        self.node *= mask
-        rows, generator = 2 ** (tokens.shape[1] - 1) - 1, torch.Generator().manual_seed(seed)
-        logits = torch.randn(rows, SYMBOLS, generator=generator, dtype=torch.float64)
-        self.logits = nn.Parameter(logits)
-
-    def forward(self, experts: None = None) -> tuple[Tensor, None]:
-        logp = self.logits.log_softmax(-1)[self.node, self.tokens]  # (B, T)
-        return logp * self.mask, None
-
-
-class TinyMoE(nn.Module):
-    """moe.py's transformer in float64, as a policy over the same responses."""
-
-    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
-        super().__init__()
-        self.tokens, self.mask = tokens, mask
-        self.model = MoETransformer(MoEConfig.from_dict(TINY)).double().init_weights(seed, std=0.3)
-
-    def forward(self, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """-> logp (B, T), experts used (B, T, L, K)."""
-        lengths = 1 + self.mask.sum(-1)
-        hidden, experts = self.model(self.tokens, lengths, experts)
-        logp, _ = self.model.logprobs(hidden[:, :-1], self.tokens[:, 1:])
-        return F.pad(logp, (1, 0)) * self.mask, experts
+def run(figure: str, recipe: str, flags: str, seed: int, steps: int) -> dict:
+    """One run of train.py -> what it did, step by step; how it ended, if not by its last step."""
+    name = "".join(z if z.isalnum() else "-" for z in f"{figure} {recipe} {seed} {steps}")
+    out, begin = RUNS / name, time.time()
+    command = (
+        f"{REGIME} --steps {steps} --seed {seed} --resume auto --save-every 20 --keep 1 {flags}"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "log").open("a") as log:
+        done = subprocess.run(
+            [sys.executable, "train.py", *shlex.split(command), "--out", str(out)],
+            cwd=ROOT, env=environment, stdout=log, stderr=log, check=False,
+        )  # fmt: skip
+    if done.returncode not in (0, 1):  # 1: stopped by itself, a result too
+        raise SystemExit(f"figures.py: {out}/log: ended with code {done.returncode}")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    series = {metric: [mean_of(row[metric]) for row in rows] for metric in ROWS}
+    last = (out / "log").read_text().splitlines()
+    stopped = next((z for z in reversed(last) if "stopped" in z), "") if done.returncode else ""
+    return {
+        "recipe": recipe, "seed": seed, "flags": command, "seconds": round(time.time() - begin),
+        "stopped": stopped, "series": series,
+    }  # fmt: skip
 
 
-def logprobs_at(policy: nn.Module, theta: Tensor, experts: Tensor | None = None):
-    """The log-probs (B, T) of all responses, and the experts, of `policy` with the parameters theta (flat)."""
-    vector_to_parameters(theta, policy.parameters())
-    return policy(experts)
+def mean_of(value) -> float | None:
+    """A metric to 4 digits; of a list (one value a layer) the mean."""
+    values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+    return float(f"{np.mean(values):.4g}") if values else None
 
 
-def gradient(objective: Tensor, policy: nn.Module) -> Tensor:
-    """d objective / d theta, flat."""
-    parts = torch.autograd.grad(objective, [*policy.parameters()], retain_graph=True)
-    return parameters_to_vector(parts)
+def budget(minutes: float, recipes: int, seeds: int, jobs: int) -> tuple[int, int]:
+    """Seeds and steps that fit: fewer seeds before fewer than 30 steps."""
+    of_a_run = minutes * 60 * jobs / recipes
+    seeds = max(1, min(seeds, int(of_a_run / (START_SECONDS + 30 * STEP_SECONDS))))
+    return seeds, int(max(5, min(STEPS, (of_a_run / seeds - START_SECONDS) / STEP_SECONDS)))
 
 
-def random_direction(policy: nn.Module, seed: int, size: float) -> Tensor:
-    count, generator = sum(p.numel() for p in policy.parameters()), torch.Generator()
-    return size * torch.randn(count, generator=generator.manual_seed(seed), dtype=torch.float64)
-
-
-# --- first-order
-
-
-def objectives(logp: Tensor, logp_mu: Tensor, rewards: Tensor, mask: Tensor):
-    """J_seq and J_token less its constant E_mu[(1 - |y|) R], expectations over all responses: (B, T) x 2, (B,), (B, T).
-
-    Both 0-d; equal at pi = mu, so any gap is what the token-level objective neglects.
-    """
-    mu = (logp_mu * mask).sum(-1).exp()  # (B,)
-    constant = (1 - mask.sum(-1)) * rewards
-    seq = sequence_weight(logp, logp_mu, mask) * rewards
-    token = token_weights(logp, logp_mu, mask) * rewards + constant
-    return (mu * seq).sum(), (mu * token).sum()
-
-
-def gaps(policy: nn.Module, direction: Tensor, steps: list[float], replay: bool) -> dict:
-    """The two gaps at pi = mu + h * direction for each h, the gradients' one relative to the gradient at mu.
-
-    With `replay`, pi is computed under mu's experts (replay.py's R3); else the router is live, and `flips` counts the
-    (input, layer) pairs whose experts are not mu's. `size` is the largest |d_t|, d_t = pi/mu - 1.
-    """
-    mask, theta = policy.mask, parameters_to_vector(policy.parameters()).detach().clone()
-    rewards = torch.rand(len(mask), generator=torch.Generator().manual_seed(0)).double()
-    logp_mu, routes = policy()
-    logp_mu, inputs = (
-        logp_mu.detach(),
-        mask.roll(-1, 1),
-    )  # an input is what a response token follows
-    out = {"h": steps, "objective": [], "gradient": [], "size": [], "flips": []}
-    for h in steps:
-        logp, used = logprobs_at(policy, theta + h * direction, routes if replay else None)
-        seq, token = objectives(logp, logp_mu, rewards, mask)
-        grad_seq, grad_token = gradient(seq, policy), gradient(token, policy)
-        out["objective"].append((seq - token).abs().item())
-        out["gradient"].append(((grad_seq - grad_token).norm() / grad_seq.norm()).item())
-        out["size"].append((logp - logp_mu).expm1().abs().max().item())
-        moved = [] if routes is None else (used.sort().values != routes.sort().values).any(-1)
-        out["flips"].append(0 if routes is None else int(moved[inputs].sum()))
-    vector_to_parameters(theta, policy.parameters())
-    return out
-
-
-def first_order(steps: list[float] = STEPS, limit: int = 5, seed: int = 122) -> dict:
-    """{policy: {case: gaps}} of the tabular policy, the MoE with mu's experts replayed and the MoE with a live router.
-
-    The seed is one whose live router flips an expert down to small h in all three cases. With any seed flips end at
-    some h, since a choice of experts is constant in a neighbourhood of mu; the law is lost wherever they have not.
-    """
-    tokens, mask = all_responses(limit)
-    tabular, moe = Tabular(tokens, mask, seed), TinyMoE(tokens, mask, seed)
-    out = {}
-    policies = {"tabular": (tabular, 0.3), "MoE, replayed": (moe, 0.01), "MoE, live": (moe, 0.01)}
-    for name, (policy, size) in policies.items():
-        a, b = (random_direction(policy, seed + i, size) for i in (1, 2))
-        directions = {"discrepancy": a, "staleness": b, "both": a + b}
-        replay = name != "MoE, live"
-        out[name] = {case: gaps(policy, directions[case], steps, replay) for case in CASES}
-    return out
-
-
-def draw_first_order(results: dict, out: Path) -> None:
-    titles = {
-        "discrepancy": r"discrepancy alone: $\pi = \pi_{old}$",
-        "staleness": r"staleness alone: $\pi_{old} = \mu$",
-        "both": "both",
-    }
-    kinds = {  # color, marker, label, order in h
-        "objective": ("C0", "o", r"$|J_{seq} - J_{token}|$, less the constant", 2),
-        "gradient": ("C1", "s", r"$|\nabla J_{seq} - \nabla J_{token}|\ /\ |\nabla J_{seq}|$", 1),
-    }
-    rows = {
-        "a tabular policy": ["tabular"],
-        "moe.py, filled: experts of $\\mu$ replayed": ["MoE, replayed", "MoE, live"],
-    }
-    figure, axes = plt.subplots(2, 3, figsize=(11.5, 7.4), sharex=True, sharey=True)
-    for line, (row, names) in zip(axes, rows.items(), strict=True):
-        line[0].set_ylabel(row, fontsize=11)
-        for (axis, case), name in itertools.product(zip(line, CASES, strict=True), names):
-            r, live = results[name][case], name == "MoE, live"
-            for kind, (color, marker, label, order) in kinds.items():
-                style = {"mfc": "white", "ms": 3.5, "ls": ":", "label": f"{kind}s, live router"}
-                style = style if live else {"ms": 6, "ls": "", "label": label}
-                axis.loglog(r["h"], r[kind], color=color, marker=marker, lw=1.2, **style)
-                if not live:
-                    guide = [r[kind][-1] * (h / r["h"][-1]) ** order for h in r["h"]]
-                    style = {"ls": "--" if order == 2 else "-.", "label": f"slope {order}"}
-                    axis.loglog(r["h"], guide, color="0.35", lw=0.9, zorder=0, **style)
-            if live:
-                last = min(h for h, flips in zip(r["h"], r["flips"], strict=True) if flips)
-                axis.axvspan(last / 2**0.5, r["h"][0] * 2**0.5, color="0.93", zorder=-1)
-                note = {"transform": axis.get_xaxis_transform(), "fontsize": 8, "color": "0.35"}
-                axis.text(last / 2**0.4, 0.03, "an expert has flipped", **note)
-            axis.grid(alpha=0.25)
-    for axis, case in zip(axes[0], CASES, strict=True):
-        axis.set_title(titles[case], fontsize=11)
-    for axis in axes[1]:
-        axis.set_xlabel(r"$h$, distance of $\pi$ from $\mu$")
-    axes[0, 0].set_xlim(results["tabular"]["both"]["h"][-1] / 1.4, 2**0.5)
-    handles = dict(zip(*axes[1, 0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=3, frameon=False)
-    figure.suptitle("What the token-level objective neglects, by enumeration of every response")
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(out, dpi=130)
-
-
-def run_first_order(out: Path) -> dict:
-    results = first_order()
-    draw_first_order(results, out)
-    for (name, cases), kind in itertools.product(results.items(), ("objective", "gradient")):
-        for case, r in cases.items():
-            falls = [a / b for a, b in itertools.pairwise(r[kind])]
-            print(f"{name:14}{case:12}gap of {kind + 's':11}falls by", *(f"{x:.3g}" for x in falls))
+def make(figure: str, minutes: float | None, jobs: int, out: Path) -> dict:
+    """Runs what is missing of a figure -> its results, which are written after each run."""
+    title, seeds, recipes = FIGURES[figure]
+    steps = STEPS
+    if minutes:
+        seeds, steps = budget(minutes, len(recipes), seeds, jobs)
+    path = out / f"figure_{figure}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    if results["runs"] and results["steps"] != steps:
+        raise SystemExit(
+            f"figures.py: {path}: has runs of {results['steps']} steps, not {steps}; --out another folder"
+        )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # fmt: skip
+    results |= {"figure": figure, "title": title, "steps": steps, "commit": commit}
+    results |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "jobs": jobs}
+    results["command"] = f"python launch/figures.py {figure}" + (f" --budget {minutes:g}" if minutes else "")  # fmt: skip
+    have = {(r["recipe"], r["seed"]) for r in results["runs"]}
+    for flags in {flags for flags in recipes.values() if "--model" in flags} or {""}:
+        cold_start(flags)
+    todo = [(name, flags, seed) for seed in range(seeds) for name, flags in recipes.items() if (name, seed) not in have]  # fmt: skip
+    with ThreadPoolExecutor(jobs) as pool:
+        for r in pool.map(lambda job: run(figure, *job, steps), todo):
+            results["runs"].append(r)
+            path.write_text(json.dumps(results) + "\n")
+            reward = r["series"]["reward_mean"]
+            print(
+                f"{figure}: {r['recipe']}, seed {r['seed']}: reward {reward[0]} -> {reward[-1]}, {r['seconds']} s"
+            )
     return results
 
 
-# --- the command line
+# --- what they show
 
-FIGURES = {"first-order": run_first_order}
+
+def summary(results: dict) -> dict[str, dict]:
+    """Recipe -> over its seeds: reward of the first and last ten steps (mean, least, largest), KL and agreement at the
+    end (mean), and how many runs diverged: their reward ended below half of what it began with, or they stopped."""
+    table = {}
+    for recipe in dict.fromkeys(r["recipe"] for r in results["runs"]):
+        runs = [r for r in results["runs"] if r["recipe"] == recipe]
+        ends = [np.mean(r["series"]["reward_mean"][-10:]) for r in runs]
+        begins = [np.mean(r["series"]["reward_mean"][:5]) for r in runs]
+        diverged = [bool(r["stopped"]) or end < begin / 2 for r, end, begin in zip(runs, ends, begins, strict=True)]  # fmt: skip
+        last = {m: float(np.mean([np.mean([v for v in r["series"][m][-10:] if v is not None]) for r in runs])) for m in ROWS}  # fmt: skip
+        table[recipe] = {
+            "seeds": len(runs), "begin": float(np.mean(begins)), "end": float(np.mean(ends)),
+            "least": float(min(ends)), "largest": float(max(ends)), "diverged": sum(diverged),
+            "kl": last["kl_rollout_train_k3"], "agreement": last["routing_agreement"],
+        }  # fmt: skip
+    return table
+
+
+def print_table(results: dict) -> None:
+    print(
+        f"\n{results['title']}, {results['steps']} steps: mean reward, first 5 -> last 10 [range over seeds]"
+    )
+    for recipe, z in summary(results).items():
+        line = f"  {recipe:26} {z['begin']:.2f} -> {z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
+        print(
+            f"{line}  KL {z['kl']:.1e}  agreement {z['agreement']:.3f}  diverged {z['diverged']} of {z['seeds']}"
+        )
+
+
+def draw(results: dict, out: Path) -> None:
+    """Rows: metrics; a line a recipe, the mean over seeds, in the range over seeds."""
+    figure, axes = plt.subplots(len(ROWS), 1, figsize=(7, 2.1 * len(ROWS)), sharex=True)
+    recipes = list(summary(results))
+    for axis, (metric, (label, log)) in zip(axes, ROWS.items(), strict=True):
+        for number, recipe in enumerate(recipes):
+            lines = [r["series"][metric] for r in results["runs"] if r["recipe"] == recipe]
+            grid = np.full((len(lines), results["steps"]), np.nan)
+            for row, line in zip(grid, lines, strict=True):
+                row[: len(line)] = [np.nan if v is None else v for v in line]
+            known = ~np.isnan(grid).all(0)
+            x, grid = np.flatnonzero(known), grid[:, known]
+            axis.plot(x, np.nanmean(grid, 0), color=f"C{number}", lw=1.2, label=recipe)
+            axis.fill_between(x, np.nanmin(grid, 0), np.nanmax(grid, 0), color=f"C{number}", alpha=0.12, lw=0)  # fmt: skip
+        axis.set_ylabel(label, fontsize=8)
+        axis.grid(alpha=0.25)
+        if log:
+            axis.set_yscale("log")
+    axes[0].legend(fontsize=7, ncols=3)
+    axes[0].set_title(results["title"], fontsize=10)
+    axes[-1].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="figure", required=True, metavar="NAME")
-    for name in FIGURES:
-        command = commands.add_parser(name)
-        default = RESULTS / f"{name.replace('-', '_')}.png"
-        command.add_argument("--out", type=Path, default=default, help="picture to write")
+    parser.add_argument("figures", nargs="+", choices=[*FIGURES, "all"], help="which")
+    parser.add_argument(
+        "--budget", type=float, help="minutes for each figure; fewer seeds and steps"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of JSON and PNG")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # matrices this small are slower on several
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    results = FIGURES[args.figure](args.out)
-    six_digits = json.loads(json.dumps(results), parse_float=lambda x: float(f"{float(x):.6g}"))
-    args.out.with_suffix(".json").write_text(json.dumps(six_digits) + "\n")
-    print(f"{args.out} and {args.out.with_suffix('.json').name}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for figure in FIGURES if "all" in args.figures else args.figures:
+        results = make(figure, args.budget, args.jobs, args.out)
+        draw(results, args.out / f"figure_{figure}.png")
+        print_table(results)
 
 
 if __name__ == "__main__":

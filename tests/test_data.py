@@ -1,5 +1,6 @@
 """Data and rewards: what a file may hold, the built-in task, and which answers count as equal."""
 
+import itertools
 import random
 import threading
 
@@ -117,10 +118,33 @@ def test_column_scratchpad_by_hand(prompt, want):
 
 
 def test_the_worked_response_earns_the_reward():
-    """The worked response answers what addition asks, on 200 problems. Catches rules that disagree about the format."""
-    for problem in rollout.addition(200, seed=1):
-        response = cold_start.columns(problem["prompt"], 0.0, random.Random(0))
+    """The worked response of every style answers what addition asks, on 200 problems; with errors in most it does not.
+    Catches rules that disagree about the format.
+    """
+    for problem, style in itertools.product(
+        rollout.addition(200, seed=1), cold_start.STYLES.values()
+    ):
+        response = style(problem["prompt"], 0.0, random.Random(0))
         assert rollout.addition_reward(response, problem["answer"]) == 1.0, problem
+        assert len(response) < 64
+    for style in cold_start.STYLES.values():
+        rng, problems = random.Random(0), rollout.addition(200, seed=1)
+        right = [
+            rollout.addition_reward(style(p["prompt"], 0.16, rng), p["answer"]) for p in problems
+        ]
+        assert 0.35 < sum(right) / 200 < 0.65, style  # 0.84 ** 4 = 0.50
+
+
+@pytest.mark.parametrize(
+    ("style", "want"),
+    [
+        (cold_start.places, "1+5=06 2+6=08 3+7=10 4+8=12 #06912"),
+        (cold_start.running, "+5000=06234 +0600=06834 +0070=06904 +0008=06912 #06912"),
+    ],
+)
+def test_other_styles_by_hand(style, want):
+    """The two other teachers of Fig. 5 on 1234+5678. Catches a place value or a total that is off."""
+    assert style("1234+5678=", 0.0, random.Random(0)) == want
 
 
 def test_addition_reward_by_hand():

@@ -1,7 +1,7 @@
 """The derivation of loss.py, executed: every step from Eq. 1 to MiniRL is checked by enumerating all responses.
 
 The policies have three symbols, one of which ends a response, and at most five steps: J_seq, J_token and their gradients
-are sums over 63 responses, exact in float64. One policy is a table of logits, the other moe.py's transformer (figures.py
+are sums over 63 responses, exact in float64. One policy is a table of logits, the other moe.py's transformer (first_order.py
 has both). Every docstring names a mutation of the sources that was tried by hand and that the test caught; where several claims
 rest on the mutated function, their tests fail along with it.
 """
@@ -23,8 +23,8 @@ from torch.nn.utils import parameters_to_vector
 import loss
 import moe
 import replay
-from launch import figures
-from launch.figures import CASES, STEPS, Tabular, TinyMoE, all_responses, gradient, logprobs_at
+from launch import first_order as drawing
+from launch.first_order import CASES, STEPS, Tabular, TinyMoE, all_responses, gradient, logprobs_at
 
 torch.set_num_threads(1)
 OPEN = {"clip": False, "is_cap": math.inf}  # MiniRL without mask and cap: Eq. 4 itself
@@ -45,7 +45,7 @@ def perturbed(limit: int, seed: int = 0, size: float = 0.4, moved: str = "both")
     tokens, mask = all_responses(limit)
     policy = Tabular(tokens, mask, seed)
     theta = parameters_to_vector(policy.parameters()).detach().clone()
-    a, b = (figures.random_direction(policy, seed + i, size) for i in (1, 2))
+    a, b = (drawing.random_direction(policy, seed + i, size) for i in (1, 2))
     a, b = a * (moved != "staleness"), b * (moved != "discrepancy")
     logp_rollout, logp_old = (logprobs_at(policy, z)[0].detach() for z in (theta, theta + a))
     logprobs_at(policy, theta + a + b)
@@ -88,8 +88,8 @@ def random_batch(seed: int = 0, B: int = 8, T: int = 9):
 
 @cache
 def enumerated() -> dict:
-    """figures.first_order at its steps h and, last, at h = 0."""
-    return figures.first_order([*STEPS, 0.0])
+    """drawing.first_order at its steps h and, last, at h = 0."""
+    return drawing.first_order([*STEPS, 0.0])
 
 
 def falls(values: list[float], start: int = 2) -> list[float]:
@@ -187,7 +187,7 @@ def test_a_live_router_breaks_the_law_wherever_an_expert_flips(case):
     is over 20 instead of 4. The law returns below the last flip, so nothing else is to blame.
     Not luck: the same weights, directions and steps obey the law under replay (test above). Catches a replay that is
     ignored, and an experiment in which nothing ever flips.
-    Mutation: figures.gaps replays whatever it is told (`routes if True else None`).
+    Mutation: drawing.gaps replays whatever it is told (`routes if True else None`).
     """
     gaps = enumerated()["MoE, live"][case]
     flipped = gaps["flips"][:-1]
@@ -520,7 +520,7 @@ def test_replaying_a_models_own_routes_changes_nothing_and_other_routes_do():
     grads = [gradient((z * rewards[:, None]).sum(), policy) for z in (logp, again)]
     assert torch.equal(*grads)
     changed = routes.clone()
-    changed[:, 2, 1, 0] = (routes[:, 2, 1].max(-1).values + 1) % figures.TINY["num_experts"]
+    changed[:, 2, 1, 0] = (routes[:, 2, 1].max(-1).values + 1) % drawing.TINY["num_experts"]
     long = policy.mask[:, 3]
     other = (policy(changed)[0] != logp)[long]
     assert other[:, 3].all() and not other[:, :3].any()
@@ -540,7 +540,7 @@ def test_the_routers_gradient_under_replay_is_the_one_derived_by_hand(normalize)
     Mutation: the gates are divided by g.sum(...).detach().
     """
     g = torch.Generator().manual_seed(0)
-    config = moe.MoEConfig.from_dict(figures.TINY | {"norm_topk_prob": normalize})
+    config = moe.MoEConfig.from_dict(drawing.TINY | {"norm_topk_prob": normalize})
     layer = moe.MoE(config).double()
     for p in layer.parameters():
         p.data.normal_(0, 0.5, generator=g)
@@ -579,7 +579,7 @@ def test_a_flipped_expert_moves_log_probs_far_more_than_rounding():
     """
     shape = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16}
     shape |= {"head_dim": 32, "moe_intermediate_size": 32, "max_position_embeddings": 64}
-    model = moe.MoETransformer(moe.MoEConfig.from_dict(figures.TINY | shape))
+    model = moe.MoETransformer(moe.MoEConfig.from_dict(drawing.TINY | shape))
     model.init_weights(0, std=0.125)
     B, T, K = 4, 53, model.config.num_experts_per_tok
     tokens = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
