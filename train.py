@@ -57,7 +57,7 @@ import moe
 import replay
 import rollout
 from launch import data as dataset
-from launch import flags, report
+from launch import evaluate, flags, handover, models, report, rewards
 
 DESCRIPTION = (
     f"{__doc__.splitlines()[0]} Under torchrun, with several ranks, it is the same command."
@@ -68,9 +68,12 @@ DESCRIPTION = (
 class Config:
     """Every flag of train.py; the comment behind a field is its --help."""
 
-    model: str = "runs/cold-start"  # folder of a Qwen3-MoE checkpoint
-    data: str = "addition"  # JSONL file with a "prompt" and "answer" a line, or the task addition
+    model: str = "runs/cold-start"  # folder of a Qwen3-MoE or Qwen3 checkpoint, or its hub name
+    data: str = "addition"  # JSONL files (commas), hf:NAME[:SPLIT], or the task addition
     eval_data: str = ""  # the same for evaluation; empty: none
+    prompt_template: str = ""  # text with {prompt} in it; empty: the model's chat template, if any
+    reward: str = "auto"  # file.py:function; auto: math-verify, or the rule of the task addition
+    reward_errors: Literal["stop", "zero"] = "stop"  # where that function fails: stop, or count 0
     out: str = "runs/run"  # folder of everything the run leaves
     resume: str = ""  # "auto": from the newest checkpoint in --out, if any; or from a folder
     seed: int = 0  # of data order, sampling and evaluation
@@ -91,8 +94,7 @@ class Config:
     eps_high: float = 0.27  # and above 1, for positive ones
     length_norm: bool = False  # divide each response's sum by its length (an ablation)
     replay: Literal["none", "R2", "R3"] = "none"  # pi_old's experts in pi, or vLLM's in both
-    lr: float = 5e-5  # of AdamW, constant after the warm-up; for a 30B model 1e-6 is usual
-    warmup_steps: int = 0  # updates over which the learning rate rises to it
+    lr: float = 5e-5  # of AdamW, constant; for a 30B model 1e-6 is usual
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters and moments are fp32
     micro_batch_tokens: int = 16384  # tokens in one forward and backward pass
@@ -101,6 +103,12 @@ class Config:
     hsdp_replicas: int = 1  # copies of the sharded model, such as one per node
     eval_every: int = 0  # steps between evaluations (0: one at the end)
     eval_samples: int = 4  # k, responses to each problem of --eval-data
+    eval_temperature: float = 0.0  # of evaluation; 0: as training (0.01 is nearly greedy)
+    eval_top_p: float = 1.0  # probability mass that evaluation samples from
+    eval_max_new_tokens: int = 0  # longest response in evaluation; 0: as training
+    eval_only: bool = False  # evaluate --model, or the checkpoint --resume, and stop
+    save_rollouts: str = ""  # folder to keep what is sampled; empty: none
+    load_rollouts: str = ""  # such a folder, to train on without an engine or data
     save_every: int = 50  # steps between checkpoints (0: one at the end)
     keep: int = 2  # newest checkpoints that stay on disk
     log_with: Literal["none", "tensorboard", "wandb"] = "none"  # Accelerate tracker besides files
@@ -117,27 +125,27 @@ class Config:
 # --- the loop
 
 
-def train(
-    c: Config,
-    acc: Accelerator,
-    config: moe.MoEConfig,
-    data: list,
-    held_out: list,
-    checkpoint: Path | None,
-) -> None:
-    engine = make_engine(c, acc, data + held_out)  # first: vLLM measures how much memory is free
-    model, optimizer = make_model(c, config, acc)
+def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, checkpoint) -> None:
+    engine = make_engine(c, config, acc, data + held_out)  # first: vLLM measures the free memory
+    model = optimizer = None
+    if checkpoint or engine.stale or not c.eval_only:  # else all weights are in the engine
+        model, optimizer = make_model(c, config, acc)
     begin, seconds = resume(model, optimizer, checkpoint, c, acc), defaultdict(float)
+    if c.eval_only:
+        evaluation(engine, model, held_out, begin, c, acc)
+        engine.close()
+        return
     report.announce(model, c, acc)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
         set_seed((c.seed + step) % 2**32)  # nothing here draws from it; what a fork draws resumes
-        examples = pick(data, step, c)
+        examples = engine.examples(step) if c.load_rollouts else pick(data, step, c)
         with phase(seconds, "sync"):
             engine.sync(moe.hf_weights(model, engine.dtype))  # theta -> theta_old
         with phase(seconds, "rollout"):
             batch = sample(engine, examples, c.group_size, c, acc, (c.seed, step))  # y ~ mu_old, R
             engine.sleep()
+            handover.save(step, batch, examples, c, acc)
             acc.wait_for_everyone()  # the slowest engine's time is everyone's
         batch, dropped = usable(batch, config)
         adv = advantages(batch, c)
@@ -150,10 +158,7 @@ def train(
                 update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
-                engine.sync(moe.hf_weights(model, engine.dtype))
-                answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
-                engine.sleep()
-            report.write_evaluation(step + 1, answers, c, acc)
+                evaluation(engine, model, held_out, step + 1, c, acc)
         report.write_step(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
         seconds.clear()
         del minibatches  # or they would stay through the next rollout
@@ -162,6 +167,17 @@ def train(
                 save(step + 1, model, optimizer, c, acc)
     export(model, c, acc)
     engine.close()
+
+
+def evaluation(engine, model, held_out: list, step: int, c: Config, acc: Accelerator) -> None:
+    """k responses to each problem, always the same random numbers; without a model, by the engine as it is."""
+    if model:
+        engine.sync(moe.hf_weights(model, engine.dtype))
+    answers = sample(
+        engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), evaluate.sampling(c)
+    )
+    engine.sleep()
+    evaluate.write(step, answers, held_out, c, acc)
 
 
 def due(every: int, step: int, c: Config) -> bool:
@@ -183,16 +199,14 @@ def phase(seconds: dict[str, float], name: str):
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
     """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
     flags.check(c, int(os.environ.get("WORLD_SIZE", 1)))
-    if not importlib.util.find_spec("vllm"):
+    if not c.load_rollouts and not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
-    config = moe.MoEConfig.from_pretrained(c.model)
-    moe.check_weights(config, c.model)
-    room = config.max_position_embeddings - c.max_new_tokens
-    if room < 1:
-        raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
-    data = dataset.load_prompts(c.data, c.model, room, c.seed)
-    held_out = c.eval_data and dataset.load_prompts(c.eval_data, c.model, room, 10**8, 256)
-    return config, data, held_out or [], report.open_folder(Path(c.out), c.resume)
+    config = models.open_model(c)
+    rewards.find(c.reward)
+    data, held_out = dataset.prepare(c, config.max_position_embeddings)
+    checkpoint = report.open_folder(Path(c.out), c.resume, c.eval_only)
+    handover.check(c, config, checkpoint)
+    return config, data, held_out, checkpoint
 
 
 def start(c: Config) -> Accelerator:
@@ -223,17 +237,21 @@ def start(c: Config) -> Accelerator:
     )
 
 
-def make_engine(c: Config, acc: Accelerator, data: list[dict]) -> rollout.Engine:
+def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[dict]):
     """One engine for each --rollout-tp ranks, which takes up to 256 sequences at once."""
+    if c.load_rollouts:
+        return handover.Recorded(c.load_rollouts)
     prompts = -(-c.prompts_per_step * c.rollout_tp // acc.num_processes)
     return rollout.Engine(
         c.model,
         dtype=c.engine_dtype,
-        max_model_len=max(len(e["tokens"]) for e in data) + c.max_new_tokens,
+        max_model_len=dataset.longest(data, c),
         max_num_seqs=min(256, prompts * c.group_size),
         tensor_parallel=c.rollout_tp,
         gpu_memory=c.rollout_memory,
         seed=c.seed,
+        routes=models.routed(config),
+        progress=acc.is_main_process and sys.stderr.isatty(),
     )
 
 
@@ -262,18 +280,14 @@ def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(n), n)
 
 
-def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, held_out=False):
+def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, sampling=None):
     """This engine's share of the examples, answered k times and rewarded; ids and seeds count over all engines."""
     engines, this = acc.num_processes // c.rollout_tp, acc.process_index // c.rollout_tp
     first, end = (len(examples) * i // engines for i in (this, this + 1))
     prompts = [e["tokens"] for e in examples[first:end]]
-    sampling = {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
+    sampling = sampling or {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
     batch = engine.generate(prompts, k, seed=seed, first_prompt=first, **sampling)
-    task = c.eval_data if held_out else c.data
-    grade = rollout.addition_reward if task == "addition" else rollout.reward
-    answers = [examples[i]["answer"] for i in batch.group_ids]
-    rewards = [grade(y, a) for y, a in zip(batch.texts, answers, strict=True)]
-    return replace(batch, rewards=np.array(rewards, np.float32))
+    return batch if batch.rewards is not None else rewards.score(batch, examples, c)
 
 
 def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollout, int]:
@@ -281,10 +295,8 @@ def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollo
 
     Raises RuntimeError when none is sound: then it is a setting and no accident.
     """
-    lengths = [len(tokens) for tokens in batch.tokens]
-    routes, why = replay.align_and_check(
-        batch.routes, lengths, config.num_experts, config.dense_layers
-    )
+    lengths, records = [len(tokens) for tokens in batch.tokens], models.records(batch, config)
+    routes, why = replay.align_and_check(records, lengths, config.num_experts, config.dense_layers)
     sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
     rows = [b for b in range(len(batch)) if sound[b] and routes[b] is not None]
     if not rows:
@@ -379,8 +391,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
         return
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
     batch.grad_norm = float(norm.full_tensor())
-    batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
-    optimizer.param_groups[0]["lr"] = batch.lr
+    batch.lr = optimizer.param_groups[0]["lr"] = c.lr  # a checkpoint brings its own along
     if c.offload_optimizer:
         place_moments(optimizer, acc.device)
     optimizer.step()
@@ -428,7 +439,7 @@ def resume(model, optimizer, folder: Path | None, c: Config, acc: Accelerator) -
         if c.offload_optimizer:
             place_moments(optimizer, "cpu")
     acc.wait_for_everyone()
-    if acc.is_main_process:
+    if acc.is_main_process and not c.eval_only:
         report.rewind(Path(c.out), step)
     return step
 
@@ -450,7 +461,8 @@ def main() -> None:
         prepared = prepare(c)
     except ValueError as error:
         flags.fail(error)
-    if prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists():
+    done = prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists()
+    if done and not c.eval_only:
         return print(f"{c.out}: has run its --steps {c.steps} already")
     code = 1
     try:

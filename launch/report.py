@@ -42,7 +42,8 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
         versions = {name: importlib.metadata.version(name) for name in names}
-        versions["vllm"] = sys.modules["vllm"].__version__  # its package has another name on a CPU
+        vllm = sys.modules.get("vllm")  # its package has another name on a CPU
+        versions["vllm"] = vllm and vllm.__version__  # none: --load-rollouts
         record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
         (Path(c.out) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -53,18 +54,20 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def open_folder(out: Path, resume: str) -> Path | None:
-    """Makes --out -> the checkpoint to go on from, if any. ValueError where it can't be written, holds another run, or
-    the checkpoint is none. Changes nothing that is there."""
+def open_folder(out: Path, resume: str, eval_only: bool = False) -> Path | None:
+    """Makes --out -> the checkpoint to go on from, if any. ValueError where it can't be written, holds another run (to
+    which an evaluation may add), or the checkpoint is none. Changes nothing that is there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").touch()
+        (out / ("eval.jsonl" if eval_only else "config.json")).touch()
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from None
-    used, folder = (out / "metrics.jsonl").exists(), Path(resume)
+    used, folder = (out / "metrics.jsonl").exists() and not eval_only, Path(resume)
     if resume in ("", "auto"):
         if used and not resume:
             raise ValueError(f"--out {out}: holds a run; add --resume auto or take another folder")
+        if eval_only and resume and not checkpoints(out):
+            raise ValueError(f"--resume auto: --out {out} holds no checkpoint to evaluate")
         return (checkpoints(out) or [None])[-1] if resume else None
     if not (folder / "run.json").is_file() or not re.fullmatch(r"step-\d+", folder.name):
         raise ValueError(f"--resume {folder}: not a checkpoint of train.py")
@@ -76,7 +79,9 @@ def open_folder(out: Path, resume: str) -> Path | None:
 def rewind(out: Path, step: int) -> None:
     """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
     checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
-    for name, gone in (("metrics.jsonl", step), ("samples.jsonl", step), ("eval.jsonl", step + 1)):
+    files = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_problems.jsonl")
+    for name in files:
+        gone = step + name.startswith("eval")  # an evaluation at `step` saw the checkpoint
         path = out / name
         lines = list(path.open(encoding="utf-8")) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n") and line.strip()]
@@ -107,6 +112,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     response = zip(
         batch.group_ids,
         batch.rewards,
+        batch.failed,
         map(len, batch.logp_rollout),
         batch.truncated,
         adv.tolist(),
@@ -116,7 +122,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
     parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
     rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
-    group, reward, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
+    group, reward, failed, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
     losses, norms, measured = zip(*sum(parts, []), strict=True)
     measured = sum(measured, [])
     gaps = sum((m["gaps"] for m in measured), [])
@@ -126,6 +132,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
+        "reward_errors": int(failed.sum()),
         "length_mean": length.mean(),
         "truncated_frac": truncated.mean(),
         "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
@@ -179,20 +186,8 @@ def write_step(
         )
     )
     clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
-    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
-
-
-def write_evaluation(step: int, batch, c, acc: Accelerator) -> None:
-    """A row of eval.jsonl and a line, from k responses to each of n problems, spread over the engines."""
-    mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
-    rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])
-    reward, length = np.array(rows).reshape(-1, c.eval_samples, 2).transpose(2, 0, 1)  # (n, k) each
-    row = {"step": step, "n": len(reward), "k": c.eval_samples, "length_mean": length.mean()}
-    row |= {"avg_at_k": reward.mean(), "pass_at_k": reward.max(1).mean()}
-    if acc.is_main_process:
-        append(Path(c.out) / "eval.jsonl", row)
-        line = "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems"
-        tqdm.write(line.format(**row))
+    wrong = f"  reward errors {m['reward_errors']}" if m["reward_errors"] else ""
+    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}{wrong}  {total:.1f} s")
 
 
 def peak_memory_gb() -> float:
