@@ -1,4 +1,4 @@
-"""The loop: MiniRL (arXiv 2512.01374) on a Qwen3-MoE, with a vLLM engine in the same process.
+"""The loop: MiniRL (arXiv 2512.01374) on a Qwen3-MoE, or a dense Qwen3, with a vLLM engine in the same process.
 
     each step   sync      theta -> theta_old: the weights stream into vLLM                Engine.sync
                 sample    G responses to each of P prompts, log mu_old, experts e_mu      sample
@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -151,7 +150,10 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, che
         adv = advantages(batch, c)
         minibatches = split(batch, adv, c, acc)
         with phase(seconds, "old"):
-            for micro in chain(*(m.micro for m in minibatches[1:])):  # in the first, pi is pi_old
+            later = [
+                micro for m in minibatches[1:] for micro in m.micro
+            ]  # in the first, pi is pi_old
+            for micro in report.progress(later, "old", acc):
                 old_logprobs(model, micro, c, acc)
         with phase(seconds, "update"):
             for n, minibatch in enumerate(minibatches):
@@ -161,7 +163,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, che
                 evaluation(engine, model, held_out, step + 1, c, acc)
         report.write_step(step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar)
         seconds.clear()
-        del minibatches  # or they would stay through the next rollout
+        del minibatches, later  # or they would stay through the next rollout
         if due(c.save_every, step, c):
             with phase(seconds, "save"):  # counted in the next step's line
                 save(step + 1, model, optimizer, c, acc)
@@ -376,7 +378,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     objective, counted, _ = loss.OBJECTIVES[c.objective]
     takes = inspect.signature(objective).parameters
     knobs = {k: v for k, v in vars(c).items() if k in takes}
-    for micro in (m.to(acc.device) for m in batch.micro):
+    for micro in (m.to(acc.device) for m in report.progress(batch.micro, "update", acc)):
         experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
         logp, entropy, live = logprobs(model, micro, experts, c)
         if number % c.minibatches == 0:

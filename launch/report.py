@@ -190,6 +190,11 @@ def write_step(
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}{wrong}  {total:.1f} s")
 
 
+def progress(items: list, what: str, acc: Accelerator) -> tqdm:
+    """The items, with a bar on the main rank's terminal that goes when they are done."""
+    return tqdm(items, desc=what, leave=False, disable=None if acc.is_main_process else True)
+
+
 def peak_memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
