@@ -315,7 +315,11 @@ PAIRS = {
         (r"\boxed{12}", r"12 and then \boxed{72}.", 0),
         (r"\boxed{\frac{1}{2}}", r"$\frac{1}{2}$", 1),
     ],
-    "spacing": [(r"\boxed{ 7 }", "7", 1), (r"\boxed {7}", "7", 1)],
+    "spacing": [
+        (r"\boxed{ 7 }", "7", 1),
+        (r"\boxed {\frac{1}{2}}", "0.5", 1),
+        (r"\fbox{7}", "7", 1),
+    ],
 }
 
 

@@ -20,7 +20,7 @@ from test_train import MANY, ROOT, launch, rows, untimed
 import moe
 import rollout
 import train
-from launch import data, evaluate, handover, plan, plot, rewards
+from launch import data, evaluate, handover, models, plan, plot, rewards
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -448,6 +448,25 @@ def test_dense_logits_equal_transformers(tiny):
             name = name if name.startswith("lm_head") else f"model.{name}"
             assert torch.allclose(p.grad, named[name].grad, rtol=1e-4, atol=1e-6), name
         assert plan.Count.of(ours.config).all == sum(p.numel() for p in ours.parameters())
+
+
+def test_a_model_by_its_name(tiny, tmp_path, monkeypatch):
+    """OWNER/MODEL in the hub's cache becomes its folder, and the run's --model; plan.py takes a dense one as it is."""
+    import huggingface_hub
+
+    dense = tiny(dense=True, tie_word_embeddings=True)
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc123")
+    shutil.copytree(dense, cached / "snapshots" / "abc123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    c = train.Config(model="some/model")
+    assert models.open_model(c).tie_word_embeddings and c.model == str(
+        cached / "snapshots" / "abc123"
+    )
+    with pytest.raises(ValueError, match=r"^--model other/model: no such folder[^\n]*$"):
+        models.open_model(train.Config(model="other/model"))
+    assert plan.main(["--model", str(dense), "--gpus", "1", "--prompt-tokens", "20"]) == 0
 
 
 def test_a_dense_model_trains(runs, tiny):
