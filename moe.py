@@ -1,4 +1,4 @@
-"""Qwen3-MoE in plain torch, with one seam: the experts of a token can be chosen by the router or given.
+"""Qwen3-MoE in plain torch, with one seam: the experts of a token can be chosen by the router or given. Qwen3 dense too.
 
 A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the MoE of one token is
 
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
-ARCHITECTURE = "Qwen3MoeForCausalLM"
+ARCHITECTURE, DENSE = "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
@@ -90,13 +90,16 @@ class MoEConfig:
     @classmethod
     def from_dict(cls, hf: dict) -> "MoEConfig":
         """`hf` has the keys of transformers 4 (rope_theta, num_experts) or 5 (rope_parameters, num_local_experts)."""
-        if ARCHITECTURE not in (kinds := hf.get("architectures") or []):
-            raise ValueError(f"architectures is {kinds}, moe.py is {ARCHITECTURE}")
+        if not {ARCHITECTURE, DENSE} & set(kinds := hf.get("architectures") or []):
+            raise ValueError(f"architectures is {kinds}, not {ARCHITECTURE} or {DENSE}")
         rope = (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
         found = {"decoder_sparse_step": 1, "tie_word_embeddings": False, **hf, "hf": hf}
         found["num_experts"] = hf.get("num_experts", hf.get("num_local_experts"))
         found["rope_theta"] = hf.get("rope_theta", rope.get("rope_theta"))
         found["mlp_only_layers"] = tuple(hf.get("mlp_only_layers") or ())
+        if DENSE in kinds:  # each layer is an MLP
+            found |= {"num_experts": 1, "num_experts_per_tok": 1, "decoder_sparse_step": 2**31}
+            found |= {"norm_topk_prob": True, "moe_intermediate_size": hf.get("intermediate_size")}
         if not hf.get("head_dim") and hf.get("hidden_size") and hf.get("num_attention_heads"):
             found["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
         found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
@@ -349,17 +352,15 @@ def stored_as(name: str, p: Tensor) -> tuple[list[str], tuple[int, ...]]:
     return names, (p.shape[1] // len(parts), p.shape[2])
 
 
-def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of this model, without making it."""
+def meta_parameters(config: MoEConfig) -> dict[str, Tensor]:
+    """Name -> parameter, without storage."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in MoETransformer(config).named_parameters()}
+        return dict(MoETransformer(config).named_parameters())
 
 
 def stored_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a checkpoint of this model, in the order of hf_weights."""
-    with torch.device("meta"):
-        parameters = MoETransformer(config).named_parameters()
-        stored = [stored_as(name, p) for name, p in parameters]
+    stored = [stored_as(name, p) for name, p in meta_parameters(config).items()]
     return {name: shape for names, shape in stored for name in names}
 
 

@@ -18,7 +18,7 @@ temperature and top_p, its experts. What it did not say stays NaN or None; nothi
 Letters: P prompts, G responses per prompt, B = P * G sequences, T tokens of prompt + response
 (P_b + R_b in row b), L layers (dense ones included), E experts, K experts per token.
 
-Left out: chat templates, several turns, tools, LoRA; engines in other processes or on other GPUs;
+Left out: rewards between turns, tools, LoRA; engines in other processes or on other GPUs;
 sampling while training; expert parallelism. fp8 without CUDA, and int4 anywhere, are emulated:
 weights are rounded as they are sent, activations are not.
 """
@@ -28,6 +28,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
-from launch import grade
+from launch import formats, grade
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Rollout:
     group_ids: np.ndarray  # (B,) int32, index of the prompt in the batch, never its text
     texts: list[str]  # B responses, special tokens skipped
     rewards: np.ndarray | None = None  # (B,) float32, set by scoring
+    failed: np.ndarray | None = None  # (B,) bool, the reward function failed: 0 stands in
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -211,7 +214,8 @@ class Engine:
     `dtype` is bf16, fp32, fp8 or int4; `gpu_memory` the share of a GPU for weights and KV cache,
     free when this starts, so before the training states; `kv_cache_gb` counts on a CPU only. Under
     torchrun it needs a process group, and tensor-parallel ranks make the same calls with the same
-    prompts and seeds. ValueError for a setting that cannot work.
+    prompts and seeds. `routes` records the experts: off for a dense model, which has none;
+    `progress` shows a bar while it samples. ValueError for a setting that cannot work.
     """
 
     def __init__(
@@ -226,6 +230,7 @@ class Engine:
         kv_cache_gb: float = 1.0,
         seed: int = 0,
         routes: bool = True,
+        progress: bool = False,
     ):
         world_size, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
         if dtype not in ("bf16", "fp32", "fp8", "int4"):
@@ -237,7 +242,7 @@ class Engine:
         self.shapes, self.max_model_len = stored_shapes(model_dir), max_model_len
         self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         self.rounding = {"fp8": None if cuda else round_fp8, "int4": round_int4}.get(dtype)
-        self.asleep, self.broken = False, None
+        self.asleep, self.broken, self.progress = False, None, progress
         # Why generate() must wait for a sync; the weights it loads from the disk are not rounded.
         self.stale = f"{dtype} is emulated by sync(): sync first" if self.rounding else None
         self.llm = start_vllm(
@@ -336,7 +341,8 @@ class Engine:
         settings |= {"logprobs": 0, "flat_logprobs": True}  # the sampled tokens' alone
         params = [SamplingParams(**settings, seed=first_seed + i * group_size) for i in ids]
         batch = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(batch, params, use_tqdm=False)  # read against vLLM 0.30.0
+        bar = self.progress and partial(tqdm, leave=False)
+        outputs = self.llm.generate(batch, params, use_tqdm=bar)  # read against vLLM 0.30.0
         rows = [(output.prompt_token_ids, a) for output in outputs for a in output.outputs]
         assert len(rows) == len(ids) * group_size, f"{len(rows)} responses to {len(ids)} prompts"
         return Rollout(
@@ -374,8 +380,9 @@ def sampled_logp(answer) -> np.ndarray:
 
 
 def load_data(path: str | Path) -> list[dict]:
-    """JSON lines with "prompt" and "answer", strings or numbers, returned as strings. A BOM, CRLF
-    and blank lines are fine; anything else is a ValueError with file and line."""
+    """JSON lines with "prompt" and "answer", strings or numbers, returned as strings; or with the
+    names of launch/formats.py. A BOM, CRLF and blank lines are fine; anything else is a ValueError
+    with file and line."""
     examples = []
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -388,12 +395,10 @@ def load_data(path: str | Path) -> list[dict]:
             example = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON in UTF-8 ({error})") from None
-        for key in ("prompt", "answer"):
-            value = example.get(key) if isinstance(example, dict) else None
-            if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise ValueError(f"{path}:{number}: needs an object with {key!r}, string or number")
-            example[key] = str(value)
-        examples.append(example)
+        try:
+            examples.append(formats.example(example))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:
         raise ValueError(f"{path}: no examples in it")
     return examples
@@ -417,9 +422,11 @@ def addition_reward(response: str, answer: str) -> float:
 
 def reward(response: str, answer: str) -> float:
     """1.0 if the last \\boxed{...} of the response, else its last number, equals the answer (bare
-    LaTeX or a number) by math-verify. Over 300 characters, 3 CPU seconds or 4 GB to compare: 0.0."""
-    gold = str(answer).rpartition("####")[2].strip().strip("$")  # GSM8K: a solution, then #### 72
+    LaTeX, a number, or a solution that ends in \\boxed{...} or #### 72) by math-verify. Over 300
+    characters, 3 CPU seconds or 4 GB to compare: 0.0."""
+    gold = grade.gold(answer)
     given = grade.final_answer(response)
     if not given or len(given) > 300:
         return 0.0
+    given = grade.plain(given)
     return float(given == gold or grade.equal(gold, given))

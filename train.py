@@ -1,4 +1,4 @@
-"""The loop: MiniRL (arXiv 2512.01374) on a Qwen3-MoE, with a vLLM engine in the same process.
+"""The loop: MiniRL (arXiv 2512.01374) on a Qwen3-MoE, or a dense Qwen3, with a vLLM engine in the same process.
 
     each step   sync      theta -> theta_old: the weights stream into vLLM                Engine.sync
                 sample    G responses to each of P prompts, log mu_old, experts e_mu      sample
@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +51,7 @@ import loss
 import moe
 import replay
 import rollout
-from launch import checkpoint, flags, guard, report
+from launch import checkpoint, evaluate, flags, guard, handover, models, report, rewards
 from launch import data as dataset
 
 DESCRIPTION = (
@@ -64,9 +63,12 @@ DESCRIPTION = (
 class Config:
     """Every flag of train.py; the comment behind a field is its --help."""
 
-    model: str = "runs/cold-start"  # folder of a Qwen3-MoE checkpoint
-    data: str = "addition"  # JSONL file with a "prompt" and "answer" a line, or the task addition
+    model: str = "runs/cold-start"  # folder of a Qwen3-MoE or Qwen3 checkpoint, or its hub name
+    data: str = "addition"  # JSONL files (commas), hf:NAME[:SPLIT], or the task addition
     eval_data: str = ""  # the same for evaluation; empty: none
+    prompt_template: str = ""  # text with {prompt} in it; empty: the model's chat template, if any
+    reward: str = "auto"  # file.py:function; auto: math-verify, or the rule of the task addition
+    reward_errors: Literal["stop", "zero"] = "stop"  # where that function fails: stop, or count 0
     out: str = "runs/run"  # folder of everything the run leaves
     resume: str = ""  # "auto": from the newest checkpoint in --out, if any; or from a folder
     seed: int = 0  # of data order, sampling and evaluation
@@ -87,8 +89,7 @@ class Config:
     eps_high: float = 0.27  # and above 1, for positive ones
     length_norm: bool = False  # divide each response's sum by its length (an ablation)
     replay: Literal["none", "R2", "R3"] = "none"  # pi_old's experts in pi, or vLLM's in both
-    lr: float = 5e-5  # of AdamW, constant after the warm-up; for a 30B model 1e-6 is usual
-    warmup_steps: int = 0  # updates over which the learning rate rises to it
+    lr: float = 5e-5  # of AdamW, constant; for a 30B model 1e-6 is usual
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
     max_bad_steps: int = 3  # in a row with a loss or gradient that is not finite; then it stops
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters and moments are fp32
@@ -98,6 +99,12 @@ class Config:
     hsdp_replicas: int = 1  # copies of the sharded model, such as one per node
     eval_every: int = 0  # steps between evaluations (0: one at the end)
     eval_samples: int = 4  # k, responses to each problem of --eval-data
+    eval_temperature: float = 0.0  # of evaluation; 0: as training (0.01 is nearly greedy)
+    eval_top_p: float = 1.0  # probability mass that evaluation samples from
+    eval_max_new_tokens: int = 0  # longest response in evaluation; 0: as training
+    eval_only: bool = False  # evaluate --model, or the checkpoint --resume, and stop
+    save_rollouts: str = ""  # folder to keep what is sampled; empty: none
+    load_rollouts: str = ""  # such a folder, to train on without an engine or data
     save_every: int = 50  # steps between checkpoints (0: one at the end)
     keep: int = 2  # newest checkpoints that stay on disk
     log_with: Literal["none", "tensorboard", "wandb"] = "none"  # Accelerate tracker besides files
@@ -114,51 +121,49 @@ class Config:
 # --- the loop
 
 
-def train(
-    c: Config,
-    acc: Accelerator,
-    config: moe.MoEConfig,
-    data: list,
-    held_out: list,
-    folder: Path | None,
-) -> int:
+def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, folder) -> int:
     """The exit code: 0, or 128 + the signal that asked to stop."""
-    engine = make_engine(c, acc, data + held_out)  # first: vLLM measures how much memory is free
-    model, optimizer = make_model(c, config, acc)
+    engine = make_engine(c, config, acc, data + held_out)  # first: vLLM measures the free memory
+    model = optimizer = None
+    if folder or engine.stale or not c.eval_only:  # else all weights are in the engine
+        model, optimizer = make_model(c, config, acc)
     begin = checkpoint.resume(model, optimizer, folder, c, acc)
-    seconds = defaultdict(float)
+    if c.eval_only:
+        evaluation(engine, model, held_out, begin, c, acc)
+        engine.close()
+        return 0
     report.announce(model, c, acc)
-    signals, watch = guard.Signals(), guard.Watch(c.max_bad_steps)
+    signals, watch, seconds = guard.Signals(), guard.Watch(c.max_bad_steps), defaultdict(float)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
         set_seed((c.seed + step) % 2**32)  # nothing here draws from it; what a fork draws resumes
-        examples = pick(data, step, c)
+        examples = engine.examples(step) if c.load_rollouts else pick(data, step, c)
         with phase(seconds, "sync"):
             engine.sync(moe.hf_weights(model, engine.dtype))  # theta -> theta_old
         with phase(seconds, "rollout"):
             batch = sample(engine, examples, c.group_size, c, acc, (c.seed, step))  # y ~ mu_old, R
             engine.sleep()
+            handover.save(step, batch, examples, c, acc)
             acc.wait_for_everyone()  # the slowest engine's time is everyone's
         batch, dropped = usable(batch, config)
         adv = advantages(batch, c)
         minibatches = split(batch, adv, c, acc)
         with phase(seconds, "old"):
-            for micro in chain(*(m.micro for m in minibatches[1:])):  # in the first, pi is pi_old
+            later = [
+                micro for m in minibatches[1:] for micro in m.micro
+            ]  # in the first, pi is pi_old
+            for micro in report.progress(later, "old", acc):
                 old_logprobs(model, micro, c, acc)
         with phase(seconds, "update"):
             for n, minibatch in enumerate(minibatches):
                 update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
-                engine.sync(moe.hf_weights(model, engine.dtype))
-                answers = sample(engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), True)
-                engine.sleep()
-            report.write_evaluation(step + 1, answers, c, acc)
-        row = report.write_step(
-            step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar
-        )
+                evaluation(engine, model, held_out, step + 1, c, acc)
+        measured = (step, examples, batch, adv, minibatches, dropped, seconds)
+        row = report.write_step(*measured, c, acc, bar)
         seconds.clear()
-        del minibatches  # or they would stay through the next rollout
+        del minibatches, later, measured  # or they would stay through the next rollout
         watch.check(row)
         asked = signals.asked(acc)
         if asked or due(c.save_every, step, c):
@@ -169,6 +174,17 @@ def train(
     checkpoint.export(model, c, acc)
     engine.close()
     return 0
+
+
+def evaluation(engine, model, held_out: list, step: int, c: Config, acc: Accelerator) -> None:
+    """k responses to each problem, always the same random numbers; without a model, by the engine as it is."""
+    if model:
+        engine.sync(moe.hf_weights(model, engine.dtype))
+    answers = sample(
+        engine, held_out, c.eval_samples, c, acc, (c.seed, 2**31), evaluate.sampling(c)
+    )
+    engine.sleep()
+    evaluate.write(step, answers, held_out, c, acc)
 
 
 def due(every: int, step: int, c: Config) -> bool:
@@ -190,17 +206,15 @@ def phase(seconds: dict[str, float], name: str):
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
     """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
     flags.check(c, *(int(os.environ.get(f"{on}WORLD_SIZE", 1)) for on in ("", "LOCAL_")))
-    if not importlib.util.find_spec("vllm"):
+    if not c.load_rollouts and not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
-    config = moe.MoEConfig.from_pretrained(c.model)
-    moe.check_weights(config, c.model)
-    room = config.max_position_embeddings - c.max_new_tokens
-    if room < 1:
-        raise ValueError(f"--max-new-tokens {c.max_new_tokens}: leaves no room for a prompt")
-    data = dataset.load_prompts(c.data, c.model, room, c.seed)
-    held_out = c.eval_data and dataset.load_prompts(c.eval_data, c.model, room, 10**8, 256)
-    folder = checkpoint.open_folder(Path(c.out), c.resume, moe.parameter_shapes(config))
-    return config, data, held_out or [], folder
+    config = models.open_model(c)
+    rewards.find(c.reward)
+    data, held_out = dataset.prepare(c, config.max_position_embeddings)
+    shapes = {name: p.shape for name, p in moe.meta_parameters(config).items()}
+    folder = checkpoint.open_folder(Path(c.out), c.resume, shapes, c.eval_only)
+    handover.check(c, config, folder)
+    return config, data, held_out, folder
 
 
 def start(c: Config) -> Accelerator:
@@ -231,17 +245,21 @@ def start(c: Config) -> Accelerator:
     )
 
 
-def make_engine(c: Config, acc: Accelerator, data: list[dict]) -> rollout.Engine:
+def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[dict]):
     """One engine for each --rollout-tp ranks, which takes up to 256 sequences at once."""
+    if c.load_rollouts:
+        return handover.Recorded(c.load_rollouts)
     prompts = -(-c.prompts_per_step * c.rollout_tp // acc.num_processes)
     return rollout.Engine(
         c.model,
         dtype=c.engine_dtype,
-        max_model_len=max(len(e["tokens"]) for e in data) + c.max_new_tokens,
+        max_model_len=dataset.longest(data, c),
         max_num_seqs=min(256, prompts * c.group_size),
         tensor_parallel=c.rollout_tp,
         gpu_memory=c.rollout_memory,
         seed=c.seed,
+        routes=models.routed(config),
+        progress=acc.is_main_process and sys.stderr.isatty(),
     )
 
 
@@ -276,18 +294,14 @@ def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(n), n)
 
 
-def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, held_out=False):
+def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, sampling=None):
     """This engine's share of the examples, answered k times and rewarded; ids and seeds count over all engines."""
     engines, this = acc.num_processes // c.rollout_tp, acc.process_index // c.rollout_tp
     first, end = (len(examples) * i // engines for i in (this, this + 1))
     prompts = [e["tokens"] for e in examples[first:end]]
-    sampling = {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
+    sampling = sampling or {"max_new_tokens": c.max_new_tokens, "temperature": c.temperature}
     batch = engine.generate(prompts, k, seed=seed, first_prompt=first, **sampling)
-    task = c.eval_data if held_out else c.data
-    grade = rollout.addition_reward if task == "addition" else rollout.reward
-    answers = [examples[i]["answer"] for i in batch.group_ids]
-    rewards = [grade(y, a) for y, a in zip(batch.texts, answers, strict=True)]
-    return replace(batch, rewards=np.array(rewards, np.float32))
+    return batch if batch.rewards is not None else rewards.score(batch, examples, c)
 
 
 def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollout, int]:
@@ -295,10 +309,8 @@ def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollo
 
     Raises guard.Stopped when none is sound: then it is a setting and no accident.
     """
-    lengths = [len(tokens) for tokens in batch.tokens]
-    routes, why = replay.align_and_check(
-        batch.routes, lengths, config.num_experts, config.dense_layers
-    )
+    lengths, records = [len(tokens) for tokens in batch.tokens], models.records(batch, config)
+    routes, why = replay.align_and_check(records, lengths, config.num_experts, config.dense_layers)
     sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
     rows = [b for b in range(len(batch)) if sound[b] and routes[b] is not None]
     if not rows:
@@ -379,7 +391,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     objective, counted, _ = loss.OBJECTIVES[c.objective]
     takes = inspect.signature(objective).parameters
     knobs = {k: v for k, v in vars(c).items() if k in takes}
-    for micro in (m.to(acc.device) for m in batch.micro):
+    for micro in (m.to(acc.device) for m in report.progress(batch.micro, "update", acc)):
         experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
         logp, entropy, live = logprobs(model, micro, experts, c)
         if number % c.minibatches == 0:
@@ -399,8 +411,7 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     if batch.skipped:
         optimizer.zero_grad()
         return
-    batch.lr = c.lr * min(1.0, (number + 1) / (c.warmup_steps + 1))
-    optimizer.param_groups[0]["lr"] = batch.lr
+    batch.lr = c.lr
     if c.offload_optimizer:
         place_moments(optimizer, acc.device)
     optimizer.step()
@@ -421,7 +432,8 @@ def main() -> None:
         prepared = prepare(c)
     except ValueError as error:
         flags.fail(error)
-    if prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists():
+    done = prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists()
+    if done and not c.eval_only:
         return print(f"{c.out}: has run its --steps {c.steps} already")
     code = 1
     try:

@@ -28,18 +28,23 @@ def saved(out: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def open_folder(out: Path, resume: str, shapes: dict[str, tuple[int, ...]]) -> Path | None:
+def open_folder(
+    out: Path, resume: str, shapes: dict[str, tuple[int, ...]], eval_only: bool = False
+) -> Path | None:
     """Makes --out -> the checkpoint to go on from, if any; `shapes` are the model's parameters. ValueError where it
-    can't be written, holds another run, or the checkpoint is none of this model. Changes nothing that is there."""
+    can't be written, holds another run (to which an evaluation may add), or the checkpoint is none of this model.
+    Changes nothing that is there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").touch()
+        (out / ("eval.jsonl" if eval_only else "config.json")).touch()
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from None
-    used, folder = (out / "metrics.jsonl").exists(), Path(resume)
+    used, folder = (out / "metrics.jsonl").exists() and not eval_only, Path(resume)
     if resume in ("", "auto"):
         if used and not resume:
             raise ValueError(f"--out {out}: holds a run; add --resume auto or take another folder")
+        if eval_only and resume and not saved(out):
+            raise ValueError(f"--resume auto: --out {out} holds no checkpoint to evaluate")
         if not resume or not saved(out):
             return None
         folder = saved(out)[-1]
@@ -54,7 +59,8 @@ def open_folder(out: Path, resume: str, shapes: dict[str, tuple[int, ...]]) -> P
 def rewind(out: Path, step: int) -> None:
     """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
     checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
-    for name, gone in (("metrics.jsonl", step), ("samples.jsonl", step), ("eval.jsonl", step + 1)):
+    for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_problems.jsonl"):
+        gone = step + name.startswith("eval")  # an evaluation at `step` saw the checkpoint
         path = out / name
         lines = list(path.open(encoding="utf-8")) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n") and line.strip()]
@@ -144,7 +150,7 @@ def resume(model, optimizer, folder: Path | None, c, acc: Accelerator) -> int:
         for state in optimizer.state.values():
             state["step"].fill_(updates)
     acc.wait_for_everyone()
-    if acc.is_main_process:
+    if acc.is_main_process and not c.eval_only:
         rewind(Path(c.out), step)
     return step
 

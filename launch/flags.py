@@ -9,14 +9,22 @@ import re
 import sys
 from typing import get_args
 
+import torch
+
 import loss
 
-# The least value of an integer flag, where it is not 1.
-LEAST = {"group_size": 2, "seed": 0, "eval_every": 0, "save_every": 0, "warmup_steps": 0}
+# The least value of a number, where it is not 1, or for a float anything above 0.
+LEAST = {"group_size": 2} | dict.fromkeys(("seed", "eval_every", "save_every"), 0)
+LEAST |= dict.fromkeys(("eval_temperature", "eval_max_new_tokens"), 0)
 
 
 def flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
+
+
+def line(error: BaseException) -> str:
+    """An error as one line, at most 200 characters of it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def fail(message: object) -> None:
@@ -48,7 +56,7 @@ def check(c, ranks: int, node: int) -> None:
         value, least = getattr(c, f.name), LEAST.get(f.name, 1)
         if f.type is int and value < least:
             raise ValueError(f"{flag(f.name)} {value}: must be at least {least}")
-        if f.type is float and not value > 0:
+        if f.type is float and not (value > 0 or value == LEAST.get(f.name)):
             raise ValueError(f"{flag(f.name)} {value}: must be positive")
 
     def insist(fine: object, name: str, message: str) -> None:
@@ -61,14 +69,24 @@ def check(c, ranks: int, node: int) -> None:
     insist(ranks % c.rollout_tp == 0, "rollout_tp", f"must divide the {ranks} ranks")
     insist(node % c.rollout_tp == 0, "rollout_tp", f"must divide the {node} ranks of a machine")
     idle = c.replay == "R2" and c.minibatches == 1
+    if c.rollout_dtype == "fp8" and torch.cuda.is_available():
+        able = torch.cuda.get_device_capability() >= (8, 9)
+        insist(able, "rollout_dtype", "needs a GPU of compute capability 8.9 or above")
     insist(not idle, "replay", "is none with --minibatches 1, where pi_old's experts are pi's own")
     insist(c.hsdp_replicas in copies, "hsdp_replicas", f"{ranks} ranks allow {copies}")
     insist(engines <= P, "prompts_per_step", f"fewer than {engines} engines")
     for name in ("lr", "rollout_memory"):
         insist(getattr(c, name) < 1, name, "must be below 1")
-    insist(c.temperature < math.inf, "temperature", "must be finite")
+    for name in ("temperature", "eval_temperature"):
+        insist(getattr(c, name) < math.inf, name, "must be finite")
+    insist(c.eval_top_p <= 1, "eval_top_p", "must be at most 1")
     insist(c.eps_low <= 1, "eps_low", "must be at most 1")
     insist(not c.eval_every or c.eval_data, "eval_every", "needs --eval-data")
+    insist(not c.eval_only or c.eval_data, "eval_only", "needs --eval-data")
+    template = c.prompt_template
+    insist(not template or "{prompt}" in template, "prompt_template", "must hold {prompt}")
+    alone = not (c.eval_data or c.save_rollouts)  # there is no engine
+    insist(not c.load_rollouts or alone, "load_rollouts", "without --eval-data, --save-rollouts")
     known = c.log_with == "none" or importlib.util.find_spec(c.log_with)
     insist(known, "log_with", "is not installed")
     takes = inspect.signature(loss.OBJECTIVES[c.objective][0]).parameters

@@ -14,19 +14,42 @@ import subprocess
 import sys
 import threading
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+
 
 def final_answer(response: str) -> str | None:
     """What the last \\boxed{...} holds, None if it never closes; without a box the last number."""
-    _, box, rest = response.rpartition("\\boxed{")
-    if not box:
-        number = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"
+    response = response.replace("\u2212", "-")
+    boxes = list(BOX.finditer(response))
+    if not boxes:
+        number = rf"(?:(?<![\w)])-)?{NUMBER}(?:/\d+|[eE][+-]?\d+)?"
         return (re.findall(number, response) or [None])[-1]
+    rest = response[boxes[-1].end() :]
     depth = 1
     for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
         depth += {"{": 1, "}": -1}.get(token.group(), 0)
         if depth == 0:
             return rest[: token.start()].strip().strip("$")
     return None
+
+
+def gold(answer: object) -> str:
+    """What an answer of a data set asks for: itself, what follows GSM8K's ####, or a solution's last box."""
+    text = str(answer).rpartition("####")[2].strip()
+    return plain(final_answer(text) or text if BOX.search(text) else text)
+
+
+def plain(text: str) -> str:
+    """The same answer as math-verify reads it: no final period, LaTeX spaces between thousands or sign of Unicode, and
+    2 1/2 or 1.2e3 written out."""
+    text = text.strip().strip("$").replace("\u2212", "-").removesuffix(".").strip()
+    text = re.sub(r"(?<=\d)(?:\\[, !;:]|~)(?=\d{3}(?!\d))", "", text)
+    if mixed := re.fullmatch(r"(-?)(\d+)\s+(\d+)\s*/\s*(\d+)", text):
+        return "{}({} + \\frac{{{}}}{{{}}})".format(*mixed.groups())
+    if scientific := re.fullmatch(rf"([+-]?{NUMBER})[eE]([+-]?\d+)", text):
+        return "{} \\times 10^{{{}}}".format(*scientific.groups())
+    return text
 
 
 GRADING = threading.Lock()

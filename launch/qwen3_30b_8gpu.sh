@@ -8,7 +8,8 @@
 # Usage: MODEL=folder DATA=train.jsonl bash launch/qwen3_30b_8gpu.sh [more flags of train.py]
 #   MODEL  a Qwen3-30B-A3B after a cold start. Its max_position_embeddings must leave room for the prompt beside 32,768
 #          new tokens: 40,960 in the instruct model's config.json; the base model's 32,768 has to be raised.
-#   DATA   JSON lines with "prompt" (chat template applied) and "answer"; prompts of up to 1,024 tokens.
+#   DATA   JSON lines with "prompt" and "answer"; prompts of up to 1,024 tokens. A chat template that the model brings is
+#          applied; for texts that hold one already add --prompt-template '{prompt}'.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/setup.sh

@@ -42,7 +42,8 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
         versions = {name: importlib.metadata.version(name) for name in names}
-        versions["vllm"] = sys.modules["vllm"].__version__  # its package has another name on a CPU
+        vllm = sys.modules.get("vllm")  # its package has another name on a CPU
+        versions["vllm"] = vllm and vllm.__version__  # none: --load-rollouts
         record = vars(c) | {"ranks": ranks, "git_commit": commit, "versions": versions}
         path = Path(c.out) / "config.json"
         with guard.writing(path):
@@ -66,6 +67,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     response = zip(
         batch.group_ids,
         batch.rewards,
+        batch.failed,
         map(len, batch.logp_rollout),
         batch.truncated,
         adv.tolist(),
@@ -75,7 +77,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
     parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
     rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
-    group, reward, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
+    group, reward, failed, length, truncated, adv, tokens = np.array(sum(rows, []), float).T
     losses, norms, measured = zip(*sum(parts, []), strict=True)
     measured = sum(measured, [])
     gaps = sum((m["gaps"] for m in measured), [])
@@ -85,6 +87,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
+        "reward_errors": int(failed.sum()),
         "length_mean": length.mean(),
         "truncated_frac": truncated.mean(),
         "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
@@ -139,25 +142,15 @@ def write_step(
         )
     )
     clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
-    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}  {total:.1f} s")
-    if m["skipped_updates"]:
-        bar.write(
-            f"step {step:4d}  {m['skipped_updates']} updates left out: loss or gradient not finite"
-        )
+    wrong = f"  reward errors {m['reward_errors']}" if m["reward_errors"] else ""
+    wrong += f"  left out {m['skipped_updates']} updates" if m["skipped_updates"] else ""
+    bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}{wrong}  {total:.1f} s")
     return m
 
 
-def write_evaluation(step: int, batch, c, acc: Accelerator) -> None:
-    """A row of eval.jsonl and a line, from k responses to each of n problems, spread over the engines."""
-    mine = [(r, len(z)) for r, z in zip(batch.rewards.tolist(), batch.logp_rollout, strict=True)]
-    rows = gather_object(mine if acc.process_index % c.rollout_tp == 0 else [])
-    reward, length = np.array(rows).reshape(-1, c.eval_samples, 2).transpose(2, 0, 1)  # (n, k) each
-    row = {"step": step, "n": len(reward), "k": c.eval_samples, "length_mean": length.mean()}
-    row |= {"avg_at_k": reward.mean(), "pass_at_k": reward.max(1).mean()}
-    if acc.is_main_process:
-        append(Path(c.out) / "eval.jsonl", row)
-        line = "eval at step {step}: avg@{k} {avg_at_k:.3f}, pass@{k} {pass_at_k:.3f}, {n} problems"
-        tqdm.write(line.format(**row))
+def progress(items: list, what: str, acc: Accelerator) -> tqdm:
+    """The items, with a bar on the main rank's terminal that goes when they are done."""
+    return tqdm(items, desc=what, leave=False, disable=None if acc.is_main_process else True)
 
 
 def peak_memory_gb() -> float:

@@ -35,18 +35,23 @@ CONFIG = {
     "pad_token_id": PAD,
 }
 
+EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+
 
 def save_model(folder: Path, seed: int = 0, **changes) -> Path:
-    """Writes a folder with transformers' own Qwen3-MoE: CONFIG with `changes`, random weights of unit gain.
+    """Writes a folder with transformers' own Qwen3-MoE, or Qwen3 (dense=True): CONFIG with `changes`, random weights.
 
-    Logits have a spread of about 1, routers prefer some experts, and norms are not ones, so that a parameter that is
-    left out, swapped or transposed shows.
+    Of unit gain: logits have a spread of about 1. Routers prefer some experts, and norms are not ones, so that a
+    parameter that is left out, swapped or transposed shows.
     """
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**CONFIG, **changes}))
+    kind = "Qwen3" if changes.pop("dense", False) else "Qwen3Moe"
+    config = {k: v for k, v in CONFIG.items() if kind == "Qwen3Moe" or k not in EXPERTS}
+    config = getattr(transformers, f"{kind}Config")(**{**config, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -57,12 +57,11 @@ def sabotage(run, name: str, code: str, *more: str, like: str | None = "begun", 
 
 def whole(out: Path) -> list[int]:
     """The steps of metrics.jsonl, each line of which is whole; and what the checkpoints say is there and readable."""
-    from moe import MoEConfig, parameter_shapes
+    from moe import MoEConfig, meta_parameters
 
     config = MoEConfig.from_pretrained(json.loads((out / "config.json").read_text())["model"])
-    assert (
-        checkpoint.open_folder(out, "auto", parameter_shapes(config)) == checkpoint.saved(out)[-1]
-    )
+    shapes = {name: p.shape for name, p in meta_parameters(config).items()}
+    assert checkpoint.open_folder(out, "auto", shapes) == checkpoint.saved(out)[-1]
     return [row["step"] for row in rows(out)]
 
 

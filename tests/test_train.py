@@ -106,7 +106,7 @@ def many(lottery):
             f"still-{r}": f"--rollout-dtype int4 --minibatches 2 --replay {r} --lr 1e-12"
             for r in ("none", "R2", "R3")
         },
-        "eval": "--eval-data addition --eval-samples 2 --steps 2 --warmup-steps 3 --save-every 1 --keep 1",
+        "eval": "--eval-data addition --eval-samples 2 --steps 2 --save-every 1 --keep 1",
     }
     jobs = [[*flags, "--out", str(folder / name), *more.split()] for name, more in variants.items()]
     launch([sys.executable, "-c", MANY, json.dumps(jobs)])
@@ -135,8 +135,6 @@ def test_every_flag_runs_and_every_metric_is_there(many):
         > 1e-5
     )
     assert rows(many["int4"])[0]["routing_flip_frac"] > rows(many["bf16"])[0]["routing_flip_frac"]
-    learning_rates = [row["lr"] for row in rows(many["eval"])]
-    assert learning_rates == [2.5e-4, 5e-4], learning_rates  # 1e-3 * 1/4, 2/4
 
 
 def test_fp32_engines_agree_in_the_loop(many):
@@ -185,7 +183,7 @@ def test_evaluation_samples_and_export(many):
     assert len(samples) == 2 * 4 and {"prompt", "response", "answer", "reward"} <= set(samples[0])
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-2"]
     record = json.loads((out / "config.json").read_text())
-    assert record["versions"]["vllm"].startswith("0.30") and record["warmup_steps"] == 3
+    assert record["versions"]["vllm"].startswith("0.30")
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

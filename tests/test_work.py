@@ -1,0 +1,544 @@
+"""Real work: data sets, rewards, evaluation, dense models, saved rollouts, curves, with real runs on tiny models.
+
+The runs share one process (test_train.py's MANY) and the lottery: a letter is answered by a digit, rightly about one
+time in ten.
+"""
+
+import itertools
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_train import MANY, ROOT, launch, rows, untimed
+
+import moe
+import rollout
+import train
+from launch import data, evaluate, handover, models, plan, plot, rewards
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+GSM8K = [
+    {"question": "May: 24 clips. How many in all?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
+    {"question": "12 an hour, 50 minutes?", "answer": "12*50/60 = 10\n#### 10"},
+]
+AIME = [
+    {"id": 60, "problem": r"Find $\sqrt{12}$.", "answer": r"2\sqrt{3}", "solution": "Easy."},
+    {"problem": r"Compute $\frac{1}{2}+1$.", "solution": r"It is $\boxed{\frac{3}{2}}$."},
+    {"problem": "Least n?", "answer": 204, "year": 2024},
+]
+CHATS = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2+2?"},
+        ],
+        "ground_truth": "4",
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": r"\boxed{2}"},
+        ]
+    },
+    {"prompt": [{"role": "user", "content": "3+3?"}], "reward_model": {"ground_truth": "6"}},
+]
+
+
+def jsonl(path: Path, examples: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny, tmp_path_factory) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny(), folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT}))
+    return folder
+
+
+# --- data
+
+
+def test_field_names_of_the_common_sets(tmp_path):
+    """GSM8K's, AIME's and chat rows: prompt and answer are found, other keys stay, and each answer is graded as meant.
+
+    Catches a solution that hides the answer beside it, a reply that stays in the prompt, and a whole solution taken
+    for the answer.
+    """
+    gsm8k, aime, chats = (
+        rollout.load_data(jsonl(tmp_path / f"{i}.jsonl", e))
+        for i, e in enumerate((GSM8K, AIME, CHATS))
+    )
+    assert [e["prompt"] for e in gsm8k] == [e["question"] for e in GSM8K]
+    assert aime[0] == AIME[0] | {"prompt": AIME[0]["problem"]} and aime[2]["answer"] == "204"
+    assert [(e["prompt"], e["answer"]) for e in chats] == [
+        ("2+2?", "4"),
+        ("1+1?", r"\boxed{2}"),
+        ("3+3?", "6"),
+    ]
+    assert [len(e["messages"]) for e in chats] == [2, 1, 1]
+    right = [r"\boxed{72}", "It is 10.", r"\boxed{\sqrt{12}}", r"\boxed{1.5}", "204", "4", "2", "6"]
+    for response, example in zip(right, gsm8k + aime + chats, strict=True):
+        assert rollout.reward(response, example["answer"]) == 1, (response, example)
+        assert rollout.reward(r"\boxed{24}", example["answer"]) == 0, example
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"problem": "a"}, "needs an object with 'answer' .or 'solution', 'ground_truth'"),
+        ({"problem": None, "answer": "b"}, "needs an object with 'prompt'"),
+        ({"messages": [], "answer": "b"}, "messages must be"),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "answer": "b"},
+            "one of them by the user",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}], "answer": "b"}, "messages must be"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "needs an object with 'answer'"),
+        ({"prompt": "a", "answer": ["b"]}, "needs an object with 'answer'"),
+    ],
+)
+def test_rows_that_lack_something_are_named(tmp_path, row, says):
+    """File, line and what is missing. Catches the answer "None", and a chat without a question."""
+    with pytest.raises(ValueError, match=f"data.jsonl:2: .*{says}"):
+        rollout.load_data(jsonl(tmp_path / "data.jsonl", [AIME[0], row]))
+
+
+def test_templates(chatty, tiny, tmp_path):
+    """The chat template where the model has one, the text alone where not, --prompt-template over both.
+
+    Catches a template that is applied twice or to one format only, and braces of LaTeX taken for fields.
+    """
+    decode = data.tokenizer_of(chatty).decode
+
+    def prompts(model, examples, template=""):
+        path = str(jsonl(tmp_path / "data.jsonl", examples))
+        return [
+            decode(e["tokens"]) for e in data.load_prompts(path, model, 200, 0, template=template)
+        ]
+
+    assert prompts(chatty, GSM8K[1:]) == ["<user>12 an hour, 50 minutes?\n<assistant>"]
+    assert prompts(chatty, CHATS[:2]) == [
+        "<system>Be brief.\n<user>2+2?\n<assistant>",
+        "<user>1+1?\n<assistant>",
+    ]
+    assert prompts(tiny(), CHATS[:2]) == ["Be brief.\n2+2?", "1+1?"]
+    template = r"Q: {prompt} Use \boxed{}. {"
+    assert prompts(chatty, CHATS[:1], template) == [r"Q: 2+2? Use \boxed{}. {"]
+    assert prompts(tiny(), GSM8K[1:], "{prompt}") == [GSM8K[1]["question"]]
+
+
+def test_several_files_and_their_names(tiny, tmp_path):
+    """--data a,b holds both, each example with its name; addition keeps its own rule beside math."""
+    a, b = (str(jsonl(tmp_path / f"{n}.jsonl", e)) for n, e in (("a", GSM8K), ("b", AIME)))
+    c = train.Config(model=str(tiny()), data=f"{a}, {b},addition", eval_data=b, max_new_tokens=100)
+    examples, held_out = data.prepare(c, 256)
+    assert [e["data"] for e in examples] == [a] * 2 + [b] * 3 + ["addition"] * 4096
+    assert [e["data"] for e in held_out] == [b] * 3
+    sums = examples[-1]
+    assert rewards.auto("", "#" + sums["answer"], sums["answer"], sums) == 1
+    assert rewards.auto("", sums["answer"], sums["answer"], sums) == 0  # no mark
+    assert rewards.auto("", "so 72", examples[0]["answer"], examples[0]) == 1
+    for wrong, says in (
+        (f"{a},", "empty name"),
+        ("hf:some/set:test", "needs the datasets library"),
+    ):
+        if says == "needs the datasets library" and data.importlib.util.find_spec("datasets"):
+            continue
+        c.data = wrong
+        with pytest.raises(ValueError, match=says):
+            data.prepare(c, 256)
+
+
+# --- rewards
+
+REWARDS = """
+import math
+
+def good(prompt, response, answer, example):
+    return len(response) / 100 + (example["answer"] == answer) + (example["level"] - 1)
+
+def raising(prompt, response, answer, example):
+    if "3" in response:
+        raise KeyError(response)
+    return True
+
+def nan(prompt, response, answer, example):
+    return math.nan if "3" in response else 0.5
+
+def text(prompt, response, answer, example):
+    return "right"
+
+def three(prompt, response, answer):
+    return 1.0
+
+number = 5
+"""
+
+
+def batch_of(texts: list[str]) -> rollout.Rollout:
+    n = len(texts)
+    return rollout.Rollout(
+        tokens=[np.arange(3, dtype=np.int32)] * n,
+        prompt_lens=np.full(n, 2, np.int32),
+        logp_rollout=[np.zeros(1, np.float32)] * n,
+        routes=[None] * n,
+        truncated=np.zeros(n, bool),
+        group_ids=np.zeros(n, np.int32),
+        texts=texts,
+    )
+
+
+def test_own_rewards(tmp_path):
+    """A function of (prompt, response, answer, example); what raises or is no finite number stops or counts as 0.
+
+    Catches a reward that fails in silence, the sample that nobody sees, and a count that leaves out NaN.
+    """
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    examples = [{"prompt": "Why?", "answer": "42", "level": 3}]
+
+    def score(name: str, errors: str = "stop") -> rollout.Rollout:
+        c = SimpleNamespace(reward=f"{file}:{name}", reward_errors=errors)
+        return rewards.score(batch_of(["a", "b3", "cc"]), examples, c)
+
+    good = score("good")
+    assert good.rewards.tolist() == np.array([3.01, 3.02, 3.02], np.float32).tolist()
+    assert not good.failed.any()
+    for name, value in (("raising", 1.0), ("nan", 0.5)):
+        zero = score(name, "zero")
+        assert zero.rewards.tolist() == [value, 0, value], name
+        assert zero.failed.tolist() == [False, True, False], name
+        with pytest.raises(
+            RuntimeError, match=rf'(?s)mine.py:{name}: \w+Error: .*"response": "b3"'
+        ):
+            score(name)
+    with pytest.raises(RuntimeError, match="could not convert"):
+        score("text")
+
+
+def test_a_reward_that_is_none_is_one_line(tmp_path):
+    """Missing file or function, wrong signature, a file that fails: a ValueError of one line that names it."""
+    file, broken = tmp_path / "mine.py", tmp_path / "broken.py"
+    file.write_text(REWARDS)
+    broken.write_text("import no_such_module\n")
+    exits = tmp_path / "exits.py"
+    exits.write_text("raise SystemExit(3)\n")
+    for name, says in {
+        f"{tmp_path}/none.py:good": "no such file",
+        f"{file}:nothing": "no function nothing",
+        f"{file}:number": "no function number",
+        f"{file}:three": "must take prompt, response, answer, example",
+        f"{file}": "must be path/to/file.py:function",
+        f"{file}:": "must be path/to/file.py:function",
+        f"{broken}:good": "the file fails .ModuleNotFoundError",
+        f"{exits}:good": "the file fails .SystemExit",
+    }.items():
+        with pytest.raises(ValueError, match=rf"^--reward .*{says}[^\n]*$"):
+            rewards.find(name)
+
+
+# --- evaluation
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    """Against a loop over every subset of k of n responses, for rewards 0 and 1 and for others; 1 - C(n-c,k)/C(n,k).
+
+    Catches the biased 1 - (1 - p)^k: 4 responses, one right, k = 2: 1 - (3/4)^2 = 7/16, where 1 - C(3,2)/C(4,2) = 1/2.
+    """
+    generator = np.random.default_rng(0)
+    for table in (generator.integers(0, 2, (5, 6)), generator.normal(size=(5, 6))):
+        for k in range(1, 7):
+            subsets = [table[:, list(s)].max(1) for s in itertools.combinations(range(6), k)]
+            assert math.isclose(evaluate.pass_at(table, k), np.mean(subsets), abs_tol=1e-12), k
+    assert evaluate.pass_at(np.array([[0, 1, 0, 0]]), 2) == 0.5
+    # two problems of 2: variances 1/2 and 0, each over 2 responses: sqrt(1/4 + 0) / 2
+    assert evaluate.standard_error(np.array([[0, 1], [1, 1]])) == 0.25
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, chatty, tmp_path_factory):
+    """Runs in one process: name -> folder."""
+    folder = tmp_path_factory.mktemp("work")
+    lottery = [
+        {"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10, "level": 1} for i in range(40)
+    ]
+    lottery, mixed = jsonl(folder / "lottery.jsonl", lottery), folder / "mixed"
+    mixed.mkdir()
+    sets = {"gsm8k": GSM8K, "aime": AIME, "chat": CHATS}
+    mixed = ",".join(str(jsonl(mixed / f"{name}.jsonl", rows)) for name, rows in sets.items())
+    (folder / "mine.py").write_text(REWARDS)
+    shared = "--prompts-per-step 8 --group-size 4 --max-new-tokens 24 --precision fp32 --lr 1e-3 "
+    shared += f"--model {tiny()} --data {lottery} --minibatches 2 "
+    held = f"--eval-data {lottery},{folder}/mixed/aime.jsonl --eval-samples 4 --eval-temperature 0.7 --eval-top-p 0.9 "
+    held += "--eval-max-new-tokens 30 "
+    dense = f"--model {tiny(dense=True, tie_word_embeddings=True)} --steps 2"
+    variants = {
+        "plain": f"--steps 2 --replay R3 --save-rollouts {folder}/rollouts",
+        "evaluated": f"--steps 2 --replay R3 --eval-every 1 --save-every 1 {held}",
+        "loaded": f"--steps 2 --replay R3 --load-rollouts {folder}/rollouts --data addition",
+        "export": f"--eval-only --model {folder}/evaluated/hf {held}",
+        "again": f"--eval-only --model {folder}/evaluated/hf {held}",
+        "other-seed": f"--eval-only --model {folder}/evaluated/hf {held} --seed 1",
+        "checkpoint": f"--eval-only --resume {folder}/evaluated/checkpoints/step-1 {held}",
+        "reward": f"--steps 1 --reward {folder}/mine.py:raising --reward-errors zero",
+        "mixed": f"--steps 1 --model {chatty} --data {mixed} --eval-data {mixed} --eval-samples 1",
+        "dense": f"{dense} --save-rollouts {folder}/dense-rollouts",
+        "dense-loaded": f"{dense} --load-rollouts {folder}/dense-rollouts",
+        "dense-part": f"{dense} --steps 1",
+    }
+    jobs = [
+        [*shared.split(), "--out", str(folder / name), *more.split()]
+        for name, more in variants.items()
+    ]
+    jobs.append([*jobs[-1], "--steps", "2", "--resume", "auto"])
+    launch([sys.executable, "-c", MANY, json.dumps(jobs)])
+    return {name: folder / name for name in [*variants, "lottery.jsonl", "mine.py", "rollouts"]}
+
+
+def export(run: Path) -> bytes:
+    return (run / "hf" / "model.safetensors").read_bytes()
+
+
+def test_evaluation_does_not_change_training(runs):
+    """With and without --eval-every 1 at another temperature, top-p and length: equal metrics and weights, bit for bit."""
+    plain, evaluated = rows(runs["plain"]), rows(runs["evaluated"])
+    assert [untimed(r) for r in plain] == [untimed(r) for r in evaluated]
+    assert export(runs["plain"]) == export(runs["evaluated"])
+    assert evaluated[0]["seconds"]["eval"] > 0 == plain[0]["seconds"]["eval"]
+
+
+def test_evaluation_rows(runs):
+    """eval.jsonl is what eval_problems.jsonl adds up to: avg@k, pass@k, lengths, truncated, by data set.
+
+    Catches the training's length and temperature in evaluation, and problems that lost their order.
+    """
+    table, problems = (
+        rows(runs["evaluated"], "eval.jsonl"),
+        rows(runs["evaluated"], "eval_problems.jsonl"),
+    )
+    assert [r["step"] for r in table] == [1, 2] and table[0]["avg_at_k"] != table[1]["avg_at_k"]
+    for row in table:
+        mine = [p for p in problems if p["step"] == row["step"]]
+        scores, lengths = (np.array([p[name] for p in mine]) for name in ("rewards", "lengths"))
+        assert scores.shape == (row["n"], row["k"]) == (43, 4)
+        assert math.isclose(scores.mean(), row["avg_at_k"], abs_tol=1e-9)
+        assert math.isclose(scores.max(1).mean(), row["pass_at_k"], abs_tol=1e-9)
+        assert row["pass_at"].keys() == {"1", "2", "4"} and row["pass_at"]["4"] == row["pass_at_k"]
+        assert math.isclose(row["pass_at"]["1"], row["avg_at_k"], abs_tol=1e-9)
+        assert math.isclose(
+            scores[:40].mean(), row["data"][str(runs["lottery.jsonl"])], abs_tol=1e-9
+        )
+        assert lengths.max() == 30 == row["max_new_tokens"] and row["length_mean"] == lengths.mean()
+        assert row["truncated_frac"] == sum(p["truncated"] for p in mine) / scores.size
+        assert (row["temperature"], row["top_p"], row["reward_errors"]) == (0.7, 0.9, 0)
+        for p in mine[:40]:  # the response that is kept is the first, and graded as it was
+            assert rollout.reward(p["response"], p["answer"]) == p["rewards"][0], p
+
+
+def test_eval_only(runs):
+    """--eval-only on the export repeats the run's last evaluation, twice; a checkpoint its own; another seed is near.
+
+    Catches an evaluation of other weights, of unseeded sampling, and one that trains, resumes or takes back rows.
+    """
+    table, problems = (
+        rows(runs["evaluated"], "eval.jsonl"),
+        rows(runs["evaluated"], "eval_problems.jsonl"),
+    )
+    here = {
+        name: rows(runs[name], "eval.jsonl")[0]
+        for name in ("export", "again", "other-seed", "checkpoint")
+    }
+
+    def measured(row: dict) -> dict:
+        return {k: v for k, v in row.items() if k not in ("step", "model")}
+
+    assert measured(here["export"]) == measured(here["again"]) == measured(table[1])
+    assert measured(here["checkpoint"]) == measured(table[0]) and here["checkpoint"]["step"] == 1
+    given = [p["rewards"] for p in problems if p["step"] == 2]
+    assert [p["rewards"] for p in rows(runs["export"], "eval_problems.jsonl")] == given
+    other, same = here["other-seed"], here["export"]
+    assert other["length_mean"] != same["length_mean"]  # other responses
+    noise = math.hypot(other["avg_at_k_se"], same["avg_at_k_se"])
+    assert noise > 0 and abs(other["avg_at_k"] - same["avg_at_k"]) < 2 * noise, (other, same)
+    assert not (runs["export"] / "metrics.jsonl").exists()
+    assert len(rows(runs["evaluated"])) == 2
+
+
+def test_saved_rollouts_make_the_same_update(runs):
+    """A run on saved rollouts, without an engine or data: metrics and weights of the run that saved them, bit for bit.
+
+    Catches rounding on the way to the disk, routes or groups that lost their order, and rewards that are lost.
+    """
+    for saved, loaded in (("plain", "loaded"), ("dense", "dense-loaded")):
+        assert [untimed(r) for r in rows(runs[saved])] == [untimed(r) for r in rows(runs[loaded])]
+        assert export(runs[saved]) == export(runs[loaded])
+        assert rows(runs[saved], "samples.jsonl") == rows(runs[loaded], "samples.jsonl")
+    record = json.loads((runs["loaded"] / "config.json").read_text())
+    assert "rollouts" in record["load_rollouts"]
+
+
+def test_saved_rollouts_that_do_not_fit_are_refused(runs, tiny, tmp_path):
+    """Steps, engines or a model that do not match, and files that are none, are errors that name the file or flag."""
+    config = moe.MoEConfig.from_pretrained(tiny())
+    folder = tmp_path / "rollouts"
+    shutil.copytree(runs["rollouts"], folder)
+
+    def says(expected: str, **changes) -> None:
+        c = train.Config(**{"load_rollouts": str(folder), "steps": 2, "model": "m", **changes})
+        with pytest.raises(ValueError, match=expected):
+            handover.check(c, config, None)
+
+    handover.check(train.Config(load_rollouts=str(folder), steps=2), config, None)
+    says("holds no step 2", steps=3)
+    says("--temperature 0.5", temperature=0.5)
+    says("holds rollouts already", load_rollouts="", save_rollouts=str(folder))
+    config = moe.MoEConfig.from_pretrained(tiny(dense=True, tie_word_embeddings=True))
+    says("another model than m")
+    shutil.copy(folder / "step-1.1-of-1.npz", folder / "step-1.2-of-2.npz")
+    says("no complete step 1")
+    (folder / "step-0.1-of-1.npz").write_bytes(b"PK\x03\x04 cut")
+    says("step-0.1-of-1.npz: not a saved rollout", steps=1)
+
+
+def test_rewards_and_formats_in_a_run(runs):
+    """Failures are counted in the log as zeros; GSM8K, AIME and chat rows train and evaluate side by side."""
+    row = rows(runs["reward"])[0]
+    samples = rows(runs["reward"], "samples.jsonl")
+    assert 0 < row["reward_errors"] < 32 and row["reward_mean"] == 1 - row["reward_errors"] / 32, (
+        row
+    )
+    assert all(s["reward"] == ("3" not in s["response"]) for s in samples), samples
+    row = rows(runs["mixed"], "eval.jsonl")[0]
+    assert row["n"] == 8 and [Path(name).stem for name in row["data"]] == ["gsm8k", "aime", "chat"]
+    assert rows(runs["plain"])[0]["reward_errors"] == 0
+
+
+# --- dense models
+
+
+def test_dense_logits_equal_transformers(tiny):
+    """Qwen3ForCausalLM, tied and not: logits and gradients of our model against transformers', 1e-5."""
+    from transformers import AutoModelForCausalLM
+
+    for tied in (True, False):
+        folder = tiny(dense=True, tie_word_embeddings=tied)
+        theirs, ours = AutoModelForCausalLM.from_pretrained(folder), moe.load_pretrained(folder)
+        tokens = torch.randint(3, 98, (2, 17))
+        hidden, routes = ours(tokens)
+        head = ours.embed_tokens if tied else ours.lm_head
+        logits, wanted = hidden @ head.weight.T, theirs(tokens).logits
+        assert (logits - wanted).abs().max() < 1e-5, (logits - wanted).abs().max()
+        assert routes.unique().tolist() == [-1]
+        logits.square().mean().backward()
+        wanted.square().mean().backward()
+        named = dict(theirs.named_parameters())
+        for name, p in ours.named_parameters():
+            name = name if name.startswith("lm_head") else f"model.{name}"
+            assert torch.allclose(p.grad, named[name].grad, rtol=1e-4, atol=1e-6), name
+        assert plan.Count.of(ours.config).all == sum(p.numel() for p in ours.parameters())
+
+
+def test_a_model_by_its_name(tiny, tmp_path, monkeypatch):
+    """OWNER/MODEL in the hub's cache becomes its folder, and the run's --model; plan.py takes a dense one as it is."""
+    import huggingface_hub
+
+    dense = tiny(dense=True, tie_word_embeddings=True)
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc123")
+    shutil.copytree(dense, cached / "snapshots" / "abc123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    c = train.Config(model="some/model")
+    assert models.open_model(c).tie_word_embeddings and c.model == str(
+        cached / "snapshots" / "abc123"
+    )
+    with pytest.raises(ValueError, match=r"^--model other/model: no such folder[^\n]*$"):
+        models.open_model(train.Config(model="other/model"))
+    assert plan.main(["--model", str(dense), "--gpus", "1", "--prompt-tokens", "20"]) == 0
+
+
+def test_a_dense_model_trains(runs, tiny):
+    """Two steps of tied Qwen3: engine and trainer agree to 1e-5 after the sync, no route is reported, a resume repeats.
+
+    Catches a tied head that the sync does not reach, and responses dropped for the routes that they cannot have.
+    """
+    whole = rows(runs["dense"])
+    assert [untimed(r) for r in whole] == [untimed(r) for r in rows(runs["dense-part"])]
+    for row in whole:
+        assert row["logp_diff_max"] < 1e-5 and row["dropped_responses"] == 0, row
+        assert row["routing_agreement"] == [None] * 3 and row["routing_flip_frac"] is None
+        assert row["grad_norm"] > 0
+    start = moe.load_pretrained(tiny(dense=True, tie_word_embeddings=True))
+    end = moe.load_pretrained(runs["dense"] / "hf")
+    assert not torch.equal(start.layers[0].mlp.up_proj.weight, end.layers[0].mlp.up_proj.weight)
+
+
+# --- mistakes and curves
+
+
+def test_mistakes_end_in_one_line_and_code_2(runs, tiny, tmp_path, capsys, monkeypatch):
+    """As in test_train.py, for the flags of this file."""
+    monkeypatch.setattr(train, "start", lambda c: pytest.fail(f"an engine would have started: {c}"))
+    dense, lottery = str(tiny(dense=True, tie_word_embeddings=True)), str(runs["lottery.jsonl"])
+    (tmp_path / "full").write_text("")
+    for message, wrong in {
+        "--replay R2": ["--model", dense, "--replay", "R2"],
+        "--replay R3": ["--model", dense, "--replay", "R3"],
+        "--model no-such/model": ["--model", "no-such/model"],
+        "--eval-only True: needs": ["--eval-only"],
+        "holds no checkpoint": ["--eval-only", "--eval-data", lottery, "--resume", "auto"],
+        "--eval-top-p 1.5": ["--eval-top-p", "1.5"],
+        "--eval-temperature -1.0": ["--eval-temperature", "-1"],
+        "--eval-max-new-tokens -1": ["--eval-max-new-tokens", "-1"],
+        "--eval-max-new-tokens 300": ["--eval-data", lottery, "--eval-max-new-tokens", "300"],
+        "--prompt-template Q: must hold {prompt}": ["--prompt-template", "Q"],
+        "must be path/to/file.py:function": ["--reward", "mine"],
+        "no function none": ["--reward", f"{runs['mine.py']}:none"],
+        "invalid choice: 'ignore'": ["--reward-errors", "ignore"],
+        "--load-rollouts nowhere: holds no step 0": ["--load-rollouts", "nowhere"],
+        "without --eval-data": ["--load-rollouts", "nowhere", "--eval-data", lottery],
+        "holds rollouts already": ["--save-rollouts", str(runs["rollouts"])],
+        f"--save-rollouts {tmp_path}/full/x": ["--save-rollouts", f"{tmp_path}/full/x"],
+    }.items():
+        flags = ["--model", str(tiny()), "--data", lottery, "--out", str(tmp_path / "out"), *wrong]
+        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+        with pytest.raises(SystemExit) as stopped:
+            train.main()
+        printed = capsys.readouterr().err
+        assert stopped.value.code == 2, (message, printed)
+        assert message in printed and printed.count("\n") == 1, (message, printed)
+
+
+def test_curves_and_table(runs, tmp_path, capsys, monkeypatch):
+    """plot.py draws avg@k and a line a layer; --table, or no matplotlib, prints the same numbers."""
+    picture, pair = tmp_path / "curves.png", [str(runs["evaluated"]), str(runs["dense"])]
+    monkeypatch.setattr(sys, "argv", ["plot.py", *pair, "--out", str(picture)])
+    plot.main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    capsys.readouterr()
+    plot.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == pair[0] and printed[1].split()[:3] == ["steps", "reward", "avg@k"], printed
+    rewarded, evaluated = (rows(runs["evaluated"], f"{n}.jsonl") for n in ("metrics", "eval"))
+    first = printed[2].split()
+    assert first[:2] == ["0", f"{rewarded[0]['reward_mean']:.4g}"] and "nan" not in "".join(printed)
+    assert printed[3].split()[2] == f"{evaluated[0]['avg_at_k']:.4g}"
+    assert plot.series(runs["plain"], "routing_agreement")[1].shape == (2, 3)
+    monkeypatch.setattr(sys, "argv", ["plot.py", *pair, "--panels", "seconds"])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert "--panels seconds" in capsys.readouterr().err
+    assert ROOT.is_dir()
