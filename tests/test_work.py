@@ -291,7 +291,8 @@ def runs(tiny, chatty, tmp_path_factory):
         "export": f"--eval-only --model {folder}/evaluated/hf {held}",
         "again": f"--eval-only --model {folder}/evaluated/hf {held}",
         "other-seed": f"--eval-only --model {folder}/evaluated/hf {held} --seed 1",
-        "checkpoint": f"--eval-only --resume {folder}/evaluated/checkpoints/step-1 {held}",
+        "checkpoint": f"--eval-only --resume {folder}/evaluated/checkpoints/step-1 {held} "
+        f"--out {folder}/evaluated",
         "reward": f"--steps 1 --reward {folder}/mine.py:raising --reward-errors zero",
         "mixed": f"--steps 1 --model {chatty} --data {mixed} --eval-data {mixed} --eval-samples 1",
         "dense": f"{dense} --save-rollouts {folder}/dense-rollouts",
@@ -324,11 +325,10 @@ def test_evaluation_rows(runs):
 
     Catches the training's length and temperature in evaluation, and problems that lost their order.
     """
-    table, problems = (
-        rows(runs["evaluated"], "eval.jsonl"),
-        rows(runs["evaluated"], "eval_problems.jsonl"),
-    )
-    assert [r["step"] for r in table] == [1, 2] and table[0]["avg_at_k"] != table[1]["avg_at_k"]
+    *table, late = rows(runs["evaluated"], "eval.jsonl")  # late: --eval-only, added afterwards
+    problems = rows(runs["evaluated"], "eval_problems.jsonl")[: 2 * 43]
+    assert [r["step"] for r in [*table, late]] == [1, 2, 1]
+    assert table[0]["avg_at_k"] != table[1]["avg_at_k"]
     for row in table:
         mine = [p for p in problems if p["step"] == row["step"]]
         scores, lengths = (np.array([p[name] for p in mine]) for name in ("rewards", "lengths"))
@@ -352,20 +352,16 @@ def test_eval_only(runs):
 
     Catches an evaluation of other weights, of unseeded sampling, and one that trains, resumes or takes back rows.
     """
-    table, problems = (
-        rows(runs["evaluated"], "eval.jsonl"),
-        rows(runs["evaluated"], "eval_problems.jsonl"),
-    )
-    here = {
-        name: rows(runs[name], "eval.jsonl")[0]
-        for name in ("export", "again", "other-seed", "checkpoint")
-    }
+    *table, late = rows(runs["evaluated"], "eval.jsonl")
+    problems = rows(runs["evaluated"], "eval_problems.jsonl")
+    names = ("export", "again", "other-seed")
+    here = {name: rows(runs[name], "eval.jsonl")[0] for name in names}
 
     def measured(row: dict) -> dict:
         return {k: v for k, v in row.items() if k not in ("step", "model")}
 
     assert measured(here["export"]) == measured(here["again"]) == measured(table[1])
-    assert measured(here["checkpoint"]) == measured(table[0]) and here["checkpoint"]["step"] == 1
+    assert measured(late) == measured(table[0])  # of a checkpoint, into the run's own folder
     given = [p["rewards"] for p in problems if p["step"] == 2]
     assert [p["rewards"] for p in rows(runs["export"], "eval_problems.jsonl")] == given
     other, same = here["other-seed"], here["export"]
@@ -373,7 +369,8 @@ def test_eval_only(runs):
     noise = math.hypot(other["avg_at_k_se"], same["avg_at_k_se"])
     assert noise > 0 and abs(other["avg_at_k"] - same["avg_at_k"]) < 2 * noise, (other, same)
     assert not (runs["export"] / "metrics.jsonl").exists()
-    assert len(rows(runs["evaluated"])) == 2
+    assert len(rows(runs["evaluated"])) == 2 and len(problems) == 3 * 43
+    assert len(list((runs["evaluated"] / "checkpoints").iterdir())) == 2
 
 
 def test_saved_rollouts_make_the_same_update(runs):
