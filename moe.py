@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,6 +152,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=q.device)
         causal = {"window_size": (-1, 0), "enable_gqa": True}
         return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), **causal)
+    dtype, (q, k, v) = q.dtype, map(wide, (q, k, v))  # SDPA's bf16 backward is slow on a CPU
     runs = [(n, len(list(same))) for n, same in itertools.groupby(lengths)]
     sizes = [n * count for n, count in runs]
     out = []
@@ -158,7 +160,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
         qkv = [z.view(count, n, -1, z.shape[-1]).transpose(1, 2) for z in qkv]  # (count, H, n, hd)
         y = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
         out.append(y.transpose(1, 2).reshape(count * n, -1, y.shape[-1]))
-    return torch.cat(out)
+    return torch.cat(out).to(dtype)
 
 
 class Attention(nn.Module):
@@ -308,14 +310,15 @@ class MoETransformer(nn.Module):
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
         """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...), at least fp32.
 
-        Of softmax(logits / temperature), as vLLM reports them. Logits exist a chunk of tokens at a time and are
-        recomputed in backward; the entropy carries no gradient.
+        Of softmax(logits / temperature), as vLLM reports them. Logits exist a chunk of tokens at a time and, unless
+        there is one chunk, are recomputed in backward; the entropy carries no gradient.
         """
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         rows = max(1, LOGIT_CHUNK // self.config.vocab_size)
         chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
         inputs = ((h, t, head.weight, temperature) for h, t in chunks)
-        parts = [checkpoint(head_logprobs, *z, use_reentrant=False) for z in inputs]
+        again = partial(checkpoint, head_logprobs, use_reentrant=False)
+        parts = [(again if targets.numel() > rows else head_logprobs)(*z) for z in inputs]
         logp, entropy = (torch.cat(z).view(targets.shape) for z in zip(*parts, strict=True))
         return logp.clone(), entropy  # FSDP hooks its outputs, and warns of views
 
@@ -330,12 +333,10 @@ class MoETransformer(nn.Module):
 
 def head_logprobs(h: Tensor, targets: Tensor, weight: Tensor, temperature: float):
     """(rows, D), (rows,), (V, D) -> log-probs (rows,) and entropies (rows,)."""
-    logits = wide(F.linear(h, weight)) / temperature  # (rows, V)
-    lse = logits.logsumexp(-1)
-    logp = logits.gather(-1, targets[:, None])[:, 0] - lse
+    logp = (wide(F.linear(h, weight)) / temperature).log_softmax(-1)  # (rows, V)
     with torch.no_grad():
-        entropy = lse - ((logits - lse[:, None]).exp() * logits).sum(-1)
-    return logp, entropy
+        entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], entropy
 
 
 # --- safetensors in and out

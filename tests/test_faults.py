@@ -132,7 +132,7 @@ def test_lost_routes_name_the_setting(run):
     """Trap 6: an engine that returns no routes: code 1, the setting's name, nothing trained on."""
     act = """
 engine = train.rollout.Engine
-train.rollout.Engine = lambda *z, **more: engine(*z, **more, routes=False)
+train.rollout.Engine = lambda *z, **more: engine(*z, **(more | {"routes": False}))
 """
     out, done = sabotage(run, "no-routes", act)
     assert done.returncode == 1, done.stderr[-2000:]

@@ -200,7 +200,7 @@ def test_chunked_logprobs_equal_log_softmax(tiny, monkeypatch, tie_word_embeddin
     """Log-probs, entropies and gradients of 11 tokens in chunks of 3, at temperature 0.7, equal the direct formula.
 
     Catches a temperature left out or applied twice, chunks in the wrong order, an entropy of other logits, and logits
-    that exist whole or are kept for backward (they must be made again there).
+    that exist whole or, of several chunks, are kept for backward (they must be made again there).
     """
     model = moe.load_pretrained(tiny(tie_word_embeddings=tie_word_embeddings))
     head = model.embed_tokens if tie_word_embeddings else model.lm_head
@@ -217,7 +217,7 @@ def test_chunked_logprobs_equal_log_softmax(tiny, monkeypatch, tie_word_embeddin
             logp, ours = model.logprobs(hidden, targets, 0.7)
             assert blocks.rows == rows
             found = torch.autograd.grad((logp * weight).sum(), (hidden, head.weight))
-        assert sorted(blocks.rows) == sorted(rows * 2)
+        assert sorted(blocks.rows) == sorted(rows * 2 if len(rows) > 1 else rows)
         torch.testing.assert_close(logp, expected, rtol=0, atol=2e-6)
         torch.testing.assert_close(ours, entropy, rtol=0, atol=5e-6)
         assert not ours.requires_grad

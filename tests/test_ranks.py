@@ -39,7 +39,7 @@ out = Path(sys.argv[2])
 base = train.Config.from_flags([*json.loads(sys.argv[1]), "--out", str(out)])
 config, data, _, _ = train.prepare(base)
 acc = train.start(base)
-engine = train.make_engine(base, acc, data)
+engine = train.make_engine(base, config, acc, data)
 engine.sync(moe.hf_weights(moe.load_pretrained(base.model)))
 batches = {}
 for prompts in (8, 3):
