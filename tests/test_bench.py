@@ -78,3 +78,22 @@ def test_fitted_exponents():
     # a layer: 32 * (2 * 128 + 2 * 64 + 16) = 12,800, and 4 experts of 3 * 32 * 16 = 6,144 in all; the head 32 * 128
     # on 4 response tokens; attention 2 layers * 128 * 20^2
     assert bench.step_flops(config, batch) == 6 * (2 * 20 * 18944 + 4 * 4096 + 2 * 128 * 400)
+
+
+def test_readme_quotes_the_recorded_run():
+    """Every figure of README's section on speed is that of launch/results/bench.json, which an idle machine made."""
+    record = json.loads((ROOT / "launch" / "results" / "bench.json").read_text())
+    assert max(record["others"].values()) < 0.1
+    lines = {(z["row"], z["case"]): z for z in record["lines"]}
+    section = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n## ")[0]
+    for model in ("toy", "mid"):
+        for dtype in ("fp32", "bf16"):
+            equal, spread = (lines[1, f"{model} {dtype} {kind}"] for kind in ("equal", "spread"))
+            cells = [f"{model}, {dtype}", f"{equal['ours']:,.0f}", f"{equal['ratio']:.2f}"]
+            cells += [f"{spread['ours']:,.0f}", f"{spread['ratio']:.2f}"]
+            cells += [f"{lines[row, f'{model} {dtype} equal']['ratio']:.2f}" for row in (2, 3)]
+            assert f"| {' | '.join(cells)} |" in section, cells
+    others = [lines[4, "generate"]["ratio"], lines[4, "generate, routes"]["ratio"]]
+    step = next(z for z in record["lines"] if z["row"] == 6)
+    for figure in (*others, step["ours"], step["other"], lines[7, "mid step, E 128"]["ratio"]):
+        assert f" {figure:.2f} " in section.replace("\n", " "), figure
