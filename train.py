@@ -166,7 +166,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
         seconds.clear()
         del minibatches, later, measured  # or they would stay through the next rollout
         watch.check(row)
-        asked = signals.asked(acc)
+        asked = signals.asked()
         if asked or due(c.save_every, step, c):
             with phase(seconds, "save"):  # counted in the next step's line
                 checkpoint.save(step + 1, model, optimizer, c, acc)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -43,9 +43,9 @@ class Signals:
         self.got = number
         print(f"\n{signal.Signals(number).name}: saving after this step", file=sys.stderr)
 
-    def asked(self, acc) -> int:
+    def asked(self) -> int:
         """The signal's number on every rank as soon as one rank has got it, else 0. A collective."""
-        return int(acc.reduce(torch.tensor([self.got], device=acc.device), "max")[0])
+        return max(gather_object([self.got]))
 
 
 class Watch:

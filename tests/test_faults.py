@@ -7,6 +7,7 @@ tests/test_train.py; kill -9 is in tests/test_ranks.py.
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -66,6 +67,22 @@ def whole(out: Path) -> list[int]:
 
 
 # --- faults
+
+
+def test_a_signal_to_all_ranks_is_one_signal(run):
+    """SIGTERM to both of two ranks, as a scheduler sends it: the same step is finished and saved on both, and each ends
+    with 143. Catches codes that add up over ranks, and a rank that goes on alone and waits for the other for ever.
+    """
+    flags, folder = run
+    (script := folder / "both.py").write_text(
+        f"import os, signal, train\n{BEFORE}\n"
+        "after_update(lambda n: n == 2 and os.kill(os.getpid(), signal.SIGTERM))\ntrain.main()"
+    )
+    shutil.copytree(folder / "begun", folder / "both")
+    more = ["--steps", "9", "--save-every", "100", "--out", str(folder / "both")]
+    done = launch([*TWO, str(script), *flags, *more], ok=False)
+    assert re.findall(r"exitcode +: (\d+)", done.stderr) == ["143"] * 2, done.stderr[-3000:]
+    assert whole(folder / "both") == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
