@@ -387,9 +387,9 @@ def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
 
     Raises ValueError naming the folder or file, and the tensor that is missing, unknown or of the wrong shape.
     """
-    index, wanted = Path(model_dir) / "model.safetensors.index.json", stored_shapes(config)
+    index = path = Path(model_dir) / "model.safetensors.index.json"
+    files, wanted = {"model.safetensors"}, stored_shapes(config)
     try:
-        files = {"model.safetensors"}
         if index.exists():
             files = set(json.loads(index.read_text())["weight_map"].values())
         where, found = {}, {}
@@ -399,7 +399,7 @@ def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
                 where |= dict.fromkeys(names, path)
                 found |= {n: tuple(f.get_slice(n).get_shape()) for n in names}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{model_dir}: weights cannot be read: {error!r}") from None
+        raise ValueError(f"{path}: weights cannot be read: {error!r}") from None
     if config.tie_word_embeddings:
         found.pop("lm_head.weight", None)  # some folders store it all the same
     for name in [*wanted, *found]:

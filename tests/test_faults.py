@@ -310,7 +310,7 @@ def bad_input(run, other: Path) -> list[tuple[str, list[str]]]:
         ("attention_bias", [*configured("bias", attention_bias=True), *out]),
         ("hidden_size", [*configured("wide", hidden_size="64"), *out]),
         ("config.json makes it", [*configured("narrow", moe_intermediate_size=16), *out]),
-        (str(folder / "cut"), ["--model", str(folder / "cut"), *out]),
+        (str(folder / "cut" / "model.safetensors"), ["--model", str(folder / "cut"), *out]),
         ("tokenizer", ["--model", str(folder / "tokenizer"), *out]),
         ("bad.jsonl:2", [*data("bad.jsonl", '{"prompt": "a", "answer": 1}\n{"prompt"\n'), *out]),
         ("no-answer.jsonl:1", [*data("no-answer.jsonl", '{"prompt": "a"}\n'), *out]),
