@@ -263,7 +263,7 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
     return rollout.Engine(
         c.model,
         dtype=c.engine_dtype,
-        max_model_len=dataset.longest(data, c),
+        max_model_len=min(dataset.longest(data, c), config.max_position_embeddings),
         max_num_seqs=min(256, prompts * c.group_size),
         tensor_parallel=c.rollout_tp,
         gpu_memory=c.rollout_memory,
@@ -284,9 +284,8 @@ def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
     for p in model.parameters():
         moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        moments = {k: m.cpu() for k, m in moments.items()} if c.offload_optimizer else moments
         optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    if c.offload_optimizer:
-        place_moments(optimizer, "cpu")
     return model, optimizer
 
 
@@ -442,7 +441,7 @@ def main() -> None:
         prepared = prepare(c)
     except ValueError as error:
         flags.fail(error)
-    done = prepared[3] and c.steps <= int(prepared[3].name[5:]) and (Path(c.out) / "hf").exists()
+    done = checkpoint.finished(Path(c.out), prepared[3], c.steps)
     if done and not c.eval_only:
         return print(f"{c.out}: has run its --steps {c.steps} already")
     code = 1

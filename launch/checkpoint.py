@@ -56,22 +56,42 @@ def open_folder(
     return folder
 
 
+def finished(out: Path, folder: Path | None, steps: int) -> bool:
+    """Has the run in `out` had its last step, and is its export that of the newest checkpoint, `folder`?"""
+    if not folder or [folder.resolve()] != [p.resolve() for p in saved(out)[-1:]]:
+        return False
+    export = out / "hf"
+    at_end = steps <= int(folder.name[5:]) and export.exists()
+    return at_end and export.stat().st_mtime >= folder.stat().st_mtime
+
+
 def rewind(out: Path, step: int) -> None:
     """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
     checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
+    for later in reversed([p for p in saved(out) if int(p.name[5:]) > step]):
+        shutil.rmtree(later.rename(later.with_suffix(".part")))  # never half a folder of that name
     for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_problems.jsonl"):
         gone = step + name.startswith("eval")  # an evaluation at `step` saw the checkpoint
         path = out / name
         lines = list(path.open(encoding="utf-8")) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n") and line.strip()]
+        whole = [line for line in lines if line.endswith("\n") and is_json(line)]
         kept = [line for line in whole if json.loads(line)["step"] < gone]
         if whole and not kept:
             print(f"{path}: kept as {name}.bak, since no checkpoint goes with it")
             path.rename(out / f"{name}.bak")
         elif len(kept) < len(lines):
-            path.write_text("".join(kept), encoding="utf-8")
-    for later in (p for p in saved(out) if int(p.name[5:]) > step):
-        shutil.rmtree(later)
+            beside = path.with_suffix(".part")
+            with guard.writing(beside):
+                beside.write_text("".join(kept), encoding="utf-8")
+            beside.rename(path)
+
+
+def is_json(line: str) -> bool:
+    """Is it a whole row, not what a kill left of one?"""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def check(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -136,7 +156,7 @@ def save(step: int, model, optimizer, c, acc: Accelerator) -> None:
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         for old in saved(Path(c.out))[: -c.keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
     acc.wait_for_everyone()
 
 

@@ -50,6 +50,7 @@ def load_prompts(
     else:
         data = hub_rows(name) if name.startswith("hf:") else load_data(name)
     tokens = []
+    tokenizer_of(model_dir)  # complains in its own words
     for number, example in enumerate(data):
         try:
             tokens.append(tokenize(example, model_dir, template))
@@ -112,7 +113,7 @@ def tokenizer_of(model_dir: str | Path):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model_dir}: no usable tokenizer ({line(error)})") from None
     if len(tokenizer) < 2:  # what transformers makes of a folder that holds none

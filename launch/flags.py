@@ -79,6 +79,8 @@ def check(c, ranks: int, node: int) -> None:
         insist(getattr(c, name) < 1, name, "must be below 1")
     for name in ("temperature", "eval_temperature"):
         insist(getattr(c, name) < math.inf, name, "must be finite")
+        low = 0 < getattr(c, name) < 0.01
+        insist(not low, name, "is below 0.01, the least that vLLM samples at")
     insist(c.eval_top_p <= 1, "eval_top_p", "must be at most 1")
     insist(c.eps_low <= 1, "eps_low", "must be at most 1")
     insist(not c.eval_every or c.eval_data, "eval_every", "needs --eval-data")

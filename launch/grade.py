@@ -58,13 +58,17 @@ GRADING = threading.Lock()
 @functools.cache
 def grader() -> subprocess.Popen:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, __file__], text=True, **pipes)
+    own = {"text": True, "start_new_session": True}  # a Ctrl-C is not meant for it
+    return subprocess.Popen([sys.executable, __file__], **own, **pipes)
 
 
 def equal(gold: str, given: str) -> bool:
     """math-verify's verdict, from any thread; False when it takes more than 3 CPU seconds or 4 GB."""
     with GRADING:
         process = grader()
+        if process.poll() is not None:  # ended while it was idle, for want of memory, say
+            grader.cache_clear()
+            process = grader()
         print(json.dumps([gold, given]), file=process.stdin, flush=True)
         verdict = process.stdout.readline()
         if not verdict:  # dead: out of time and killed by the signal, or never started

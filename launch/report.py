@@ -39,7 +39,10 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
     acc.init_trackers("minirl", config=vars(c))
     if acc.is_main_process:
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:  # there is no git
+            commit = ""
         names = ("torch", "accelerate", "transformers", "safetensors", "numpy")
         versions = {name: importlib.metadata.version(name) for name in names}
         vllm = sys.modules.get("vllm")  # its package has another name on a CPU

@@ -10,7 +10,6 @@ sample, or with --reward-errors zero counts as 0 and is counted.
 import importlib.util
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,7 +67,7 @@ def score(batch: Rollout, examples: list[dict], c) -> Rollout:
         sample = {"prompt": example["prompt"], "response": response, "answer": example["answer"]}
         try:
             value = float(function(*sample.values(), dict(example)))
-            if not math.isfinite(value):
+            if not np.isfinite(np.float32(value)):
                 raise ValueError(f"the reward is {value}")
             rewards[b] = value
         except Exception as error:

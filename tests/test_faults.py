@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from test_ranks import ONE, TWO
 from test_train import launch, rows
 
-from launch import checkpoint
+import rollout
+from launch import checkpoint, grade, guard
 
 SABOTAGE = "import sys, os, signal, resource, train; exec(sys.argv.pop(1)); train.main()"
 BEFORE = """
@@ -70,13 +71,14 @@ def whole(out: Path) -> list[int]:
 
 
 def test_a_signal_to_all_ranks_is_one_signal(run):
-    """SIGTERM to both of two ranks, as a scheduler sends it: the same step is finished and saved on both, and each ends
+    """SIGTERM twice to both of two ranks, as a scheduler and torchrun send it: the same step is finished and saved on both, and each ends
     with 143. Catches codes that add up over ranks, and a rank that goes on alone and waits for the other for ever.
     """
     flags, folder = run
     (script := folder / "both.py").write_text(
         f"import os, signal, train\n{BEFORE}\n"
-        "after_update(lambda n: n == 2 and os.kill(os.getpid(), signal.SIGTERM))\ntrain.main()"
+        "after_update(lambda n: n == 2 and [os.kill(os.getpid(), signal.SIGTERM) for _ in (1, 2)])\n"
+        "train.main()"
     )
     shutil.copytree(folder / "begun", folder / "both")
     more = ["--steps", "9", "--save-every", "100", "--out", str(folder / "both")]
@@ -159,7 +161,7 @@ train.rollout.Engine = lambda *z, **more: engine(*z, **(more | {"routes": False}
 
 
 def test_a_full_disk_names_the_path_and_keeps_what_is_there(run):
-    """No room for metrics.jsonl (/dev/full), and none for a checkpoint (a limit on file sizes): code 1 and one line with
+    """No room for samples.jsonl (/dev/full), and none for a checkpoint (a limit on file sizes): code 1 and one line with
     the path; the older checkpoint still loads, and the run goes on from it when there is room again.
     """
     out, folder = run[1] / "full", run[1]
@@ -225,6 +227,55 @@ def test_equal_rewards_do_no_harm_and_a_busy_port_no_matter(run):
     assert all(start[name].equal(after[name]) for name in start)
 
 
+def test_rows_that_are_not_finite_are_bad_steps_and_a_jump_is_not():
+    """KL NaN in a skipped step counts as a bad step, not as a stale engine; KL 0.5 stops a run at 1e-4, not one at 0.1;
+    above 1 it always stops. Catches a check that NaN or a low level switches off.
+    """
+    row = {"step": 0, "kl_rollout_train_k3": 1e-4, "skipped_updates": 0}
+    watch = guard.Watch(2)
+    watch.check(row)
+    watch.check(row | {"kl_rollout_train_k3": float("nan"), "skipped_updates": 1})
+    with pytest.raises(guard.Stopped, match="2 steps in a row"):
+        watch.check(row | {"kl_rollout_train_k3": float("nan"), "skipped_updates": 1})
+    for level, kl, stops in ((1e-4, 0.19, 0), (1e-4, 0.5, 1), (0.1, 0.5, 0), (0.1, 1.1, 1)):
+        watch = guard.Watch(3)
+        watch.check(row | {"kl_rollout_train_k3": level})
+        if stops:
+            with pytest.raises(guard.Stopped, match="its median was"):
+                watch.check(row | {"kl_rollout_train_k3": kl})
+        else:
+            watch.check(row | {"kl_rollout_train_k3": kl})
+    with pytest.raises(guard.Stopped, match="in the first step"):
+        guard.Watch(3).check(row | {"kl_rollout_train_k3": 1.5})
+
+
+def test_a_signal_to_the_group_spares_the_grader():
+    """Ctrl-C goes to every process of the terminal's group: the grader is not in it, answers afterwards, and is replaced
+    when it was killed. Catches a right answer that scores 0, and a step that is lost to a broken pipe.
+    """
+    assert rollout.reward(r"\boxed{6/2}", "3") == 1.0
+    assert os.getpgid(grade.grader().pid) != os.getpgid(0)
+    grade.grader().kill()
+    grade.grader().wait()
+    assert rollout.reward(r"\boxed{6/2}", "3") == 1.0
+
+
+def test_finished_is_the_newest_checkpoint_exported(tmp_path):
+    """A run is finished when its export is younger than its newest checkpoint, which has the last step."""
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    older, newest = checkpoint.saved(tmp_path)
+    assert not checkpoint.finished(tmp_path, newest, 2)
+    (tmp_path / "hf").mkdir()
+    for path, when in ((older, 1), (newest, 2), (tmp_path / "hf", 3)):
+        os.utime(path, (when, when))
+    assert checkpoint.finished(tmp_path, newest, 2)
+    assert not checkpoint.finished(tmp_path, newest, 3)
+    assert not checkpoint.finished(tmp_path, older, 1)
+    os.utime(tmp_path / "hf", (1, 1))  # of an earlier end
+    assert not checkpoint.finished(tmp_path, newest, 2)
+
+
 # --- bad input
 
 
@@ -287,6 +338,7 @@ def bad_input(run, other: Path) -> list[tuple[str, list[str]]]:
                 "--hsdp-replicas 2": "--hsdp-replicas 2",
                 "--temperature 0.0": "--temperature 0",
                 "--temperature inf": "--temperature inf",
+                "--temperature 0.001": "--temperature 0.001",
                 "--lr -1.0": "--lr -1",
                 "--lr nan": "--lr nan",
                 "--is-cap 0.0": "--is-cap 0",

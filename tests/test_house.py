@@ -89,7 +89,7 @@ def test_readme_explains_every_metric_and_only_real_flags():
     known = (
         flags
         | {f.replace("--", "--no-") for f in flags}
-        | {"--help", "--standalone", "--nproc-per-node"}
+        | {"--help", "--standalone", "--nproc-per-node", "--shutdown-timeout"}
     )
     used = set(re.findall(r"--[a-z][\w-]+", README))
     assert used <= known, used - known
