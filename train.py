@@ -343,7 +343,7 @@ class MiniBatch:
     micro: list[rollout.MicroBatch]
     responses: int
     tokens: int  # response tokens
-    skipped: bool = False  # loss or gradient is not finite
+    skipped: str = ""  # "loss" or "gradient", if that is not finite
     loss: float = 0.0  # this rank's part
     grad_norm: float = math.nan
     lr: float = math.nan
@@ -416,7 +416,8 @@ def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Acce
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
     batch.grad_norm = float(norm.full_tensor())
     whole = acc.reduce(torch.tensor([batch.loss], device=acc.device))  # the sum over ranks
-    batch.skipped = not math.isfinite(batch.grad_norm + whole)
+    numbers = {"loss": float(whole), "gradient": batch.grad_norm}
+    batch.skipped = next((name for name, x in numbers.items() if not math.isfinite(x)), "")
     if batch.skipped:
         optimizer.zero_grad()
         return

@@ -37,6 +37,9 @@ def save(step: int, batch: Rollout, examples: list[dict], c, acc: Accelerator) -
     for name in ("prompt_lens", "truncated", "group_ids", "rewards", "failed"):
         arrays[name] = getattr(batch, name)
     final = Path(c.save_rollouts) / f"step-{step}.{this + 1}-of-{engines}.npz"
+    for old in final.parent.glob(f"step-{step}.*-of-*.npz"):
+        if not old.name.endswith(f"-of-{engines}.npz"):  # of a run on another number of engines
+            old.unlink(missing_ok=True)
     part = final.with_suffix(".part")
     with guard.writing(part), open(part, "wb") as file:
         np.savez(file, **arrays)

@@ -95,7 +95,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
         "truncated_frac": truncated.mean(),
         "zero_adv_group_frac": 1 - len(set(group[adv != 0])) / len(set(group)),
         "dropped_responses": sum(dropped) // c.rollout_tp,
-        "skipped_updates": sum(m.skipped for m in minibatches),
+        "skipped_updates": sum(bool(m.skipped) for m in minibatches),
         **{k: float(v) for k, v in stats.items() if k != "tokens"},
         "first_order_gap": float(np.median(gaps)),
         "first_order_gap_max": max(gaps),
@@ -146,7 +146,9 @@ def write_step(
     )
     clipped, total = m["clip_frac_high"] + m["clip_frac_low"], sum(seconds.values())
     wrong = f"  reward errors {m['reward_errors']}" if m["reward_errors"] else ""
-    wrong += f"  left out {m['skipped_updates']} updates" if m["skipped_updates"] else ""
+    if m["skipped_updates"]:
+        what = " and ".join(sorted({z.skipped for z in minibatches} - {""}))
+        wrong += f"  left out {m['skipped_updates']} updates: {what} not finite"
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}{wrong}  {total:.1f} s")
     return m
 

@@ -21,7 +21,7 @@ import loss
 import moe
 import replay
 import rollout
-from launch import data
+from launch import data, handover
 
 # Token ids; the first two share 70, two full blocks of vLLM's prefix cache and a bit.
 PROMPTS = [[3 + i % 7 for i in range(70)] + end for end in ([], [20, 30, 40])] + [[5, 6, 7], [90]]
@@ -473,6 +473,24 @@ def by_hand():
         texts=["78", "", "567"],
         rewards=np.array([1, 0, 0.5], np.float32),
     )
+
+
+def test_a_step_sampled_again_on_other_ranks_replaces_the_files(tmp_path):
+    """--save-rollouts of a step on one engine, then, after a resume on two, again: the first file goes, the batch reads
+    back as it was. Catches a folder that --load-rollouts refuses for ever.
+    """
+    c, batch = SimpleNamespace(save_rollouts=tmp_path, rollout_tp=1, temperature=1.0), by_hand()
+    routes = [r.numpy()[:-1] for r in batch.routes]
+    batch = dataclasses.replace(batch, routes=routes, failed=np.zeros(3, bool))
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            acc = SimpleNamespace(num_processes=ranks, process_index=rank)
+            handover.save(5, batch, [{"prompt": "a"}], c, acc)
+    names = [p.name for p in handover.files(tmp_path, 5)]
+    assert names == ["step-5.1-of-2.npz", "step-5.2-of-2.npz"]
+    again = handover.read(tmp_path / "step-5.2-of-2.npz")
+    assert all(map(np.array_equal, again.tokens, batch.tokens)) and again.texts == batch.texts
+    assert all(map(np.array_equal, again.routes, batch.routes))
 
 
 def test_pack_by_hand():

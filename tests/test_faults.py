@@ -114,6 +114,7 @@ train.advantages = advantages
     out, done = sabotage(run, "infinite", act, "--keep", "9", steps=9)
     assert done.returncode == 1, done.stderr[-2000:]
     assert [row["skipped_updates"] for row in rows(out)] == [0, 1, 0, 1, 1, 1]
+    assert "left out 1 updates: loss not finite" in done.stdout
     assert [row["lr"] for row in rows(out)] == [1e-4, None, 1e-4, None, None, None]
     assert (
         "3 steps in a row with a loss or gradient that is not finite (--max-bad-steps)"
