@@ -219,7 +219,7 @@ def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | No
 
 
 def keep_pages() -> None:
-    """Has glibc reuse freed blocks of up to 256 MB, not map each anew: page faults are a third of a step on a CPU."""
+    """Has glibc reuse freed blocks of up to 256 MB, not map each anew: page faults cost a CPU much of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(-3, 2**28)  # M_MMAP_THRESHOLD

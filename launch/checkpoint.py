@@ -65,11 +65,19 @@ def finished(out: Path, folder: Path | None, steps: int) -> bool:
     return at_end and export.stat().st_mtime >= folder.stat().st_mtime
 
 
+def discard(folder: Path) -> None:
+    """Removes a checkpoint by way of another name: a kill leaves no half of one that passes for whole."""
+    if folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(folder.rename(part), ignore_errors=True)
+
+
 def rewind(out: Path, step: int) -> None:
     """Takes back what a run left of `step` and later, before those steps are run again: rows, a torn last line, and
     checkpoints, which belong to another future. Files that would lose everything are renamed to *.bak."""
     for later in reversed([p for p in saved(out) if int(p.name[5:]) > step]):
-        shutil.rmtree(later.rename(later.with_suffix(".part")))  # never half a folder of that name
+        discard(later)
     for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_problems.jsonl"):
         gone = step + name.startswith("eval")  # an evaluation at `step` saw the checkpoint
         path = out / name
@@ -156,7 +164,7 @@ def save(step: int, model, optimizer, c, acc: Accelerator) -> None:
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         for old in saved(Path(c.out))[: -c.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
     acc.wait_for_everyone()
 
 

@@ -7,10 +7,10 @@ that was interrupted resumes from its checkpoint.
 
 The regime: 4-digit addition, a 1.8M-parameter MoE, 16 experts top-4, bf16 training. The gap between engines is made as
 large as a big model's by rounding the rollout weights to 4 bits per output channel (--rollout-dtype int4), staleness by N
-updates a batch. A learning rate that is fine with the right recipe and fatal without it: 1e-4.
+updates a batch, learning rate 1e-4.
 
-Hardware: 2 cores; hours: 0.4 to 0.9 a figure with the seeds below, --jobs 2 (one thread a run). Last run 2026-12-01: Fig. 4, 32 minutes;
-the others not yet.
+Hardware: 2 cores; hours: 0.5 for Fig. 4, --jobs 2 (one thread a run). Last run 2026-12-01: Fig. 4, 32
+minutes beside other jobs; the others not yet.
 """
 
 import argparse
@@ -158,9 +158,9 @@ def make(figure: str, minutes: float | None, jobs: int, out: Path) -> dict:
     have = {(r["recipe"], r["seed"]) for r in results["runs"]}
     for flags in {flags for flags in recipes.values() if "--model" in flags} or {""}:
         cold_start(flags)
-    todo = [(name, flags, seed) for seed in range(seeds) for name, flags in recipes.items() if (name, seed) not in have]  # fmt: skip
+    missing = [(name, flags, seed) for seed in range(seeds) for name, flags in recipes.items() if (name, seed) not in have]  # fmt: skip
     with ThreadPoolExecutor(jobs) as pool:
-        for r in pool.map(lambda job: run(figure, *job, steps), todo):
+        for r in pool.map(lambda job: run(figure, *job, steps), missing):
             results["runs"].append(r)
             path.write_text(json.dumps(results) + "\n")
             reward = r["series"]["reward_mean"]

@@ -68,10 +68,10 @@ def check(c, ranks: int, node: int) -> None:
     insist(P % c.minibatches == 0, "minibatches", f"does not divide --prompts-per-step {P}")
     insist(ranks % c.rollout_tp == 0, "rollout_tp", f"must divide the {ranks} ranks")
     insist(node % c.rollout_tp == 0, "rollout_tp", f"must divide the {node} ranks of a machine")
-    idle = c.replay == "R2" and c.minibatches == 1
     if c.rollout_dtype == "fp8" and torch.cuda.is_available():
         able = torch.cuda.get_device_capability() >= (8, 9)
         insist(able, "rollout_dtype", "needs a GPU of compute capability 8.9 or above")
+    idle = c.replay == "R2" and c.minibatches == 1
     insist(not idle, "replay", "is none with --minibatches 1, where pi_old's experts are pi's own")
     insist(c.hsdp_replicas in copies, "hsdp_replicas", f"{ranks} ranks allow {copies}")
     insist(engines <= P, "prompts_per_step", f"fewer than {engines} engines")

@@ -86,6 +86,15 @@ def repeatable():
 
 
 @pytest.fixture(scope="session")
+def lottery_file(tmp_path_factory) -> Path:
+    """40 prompts of one to seven letters, whose answer is a digit: right by luck, one time in ten."""
+    lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
+    path = tmp_path_factory.mktemp("lottery") / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(seed=0, **changes of CONFIG) -> folder with config.json, model.safetensors and tokenizer. Read only: equal calls share it."""
     made = {}

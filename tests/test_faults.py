@@ -36,14 +36,12 @@ def after_update(act):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny):
+def run(tmp_path_factory, tiny, lottery_file):
     """Flags of a short run on the lottery, its folder, and a finished run of one step that others start from."""
     folder = tmp_path_factory.mktemp("faults")
-    lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 16 --precision fp32 --lr 1e-4"
     flags += " --save-every 1 --resume auto"
-    flags = [*flags.split(), "--model", str(tiny()), "--data", str(folder / "data.jsonl")]
+    flags = [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)]
     launch([*ONE, "train.py", *flags, "--steps", "1", "--out", str(folder / "begun")])
     return flags, folder
 
@@ -372,7 +370,7 @@ def bad_input(run, other: Path) -> list[tuple[str, list[str]]]:
         (f"--out {folder}/file/x", ["--out", str(folder / "file" / "x")]),
         ("holds a run", ["--out", str(begun), "--resume", ""]),
         ("belongs to another", [*out[:1], str(begun), "--resume", str(folder / "part/checkpoints/step-1")]),
-        ("not a checkpoint", [*out, "--resume", str(folder / "data.jsonl")]),
+        ("not a checkpoint", [*out, "--resume", str(folder / "file")]),
         (first, ["--out", str(folder / "torn")]),
         ("layers.0", ["--out", str(folder / "part")]),
         ("parts of", ["--out", str(folder / "half")]),

@@ -19,14 +19,12 @@ ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]
 
 
 @pytest.fixture(scope="module")
-def lottery(tmp_path_factory, tiny):
+def lottery(tmp_path_factory, tiny, lottery_file):
     """Flags of a small run on the lottery, and a folder for its output."""
     folder = tmp_path_factory.mktemp("ranks")
-    lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     flags = "--prompts-per-step 8 --group-size 4 --max-new-tokens 24 --precision fp32 --lr 1e-4"
     flags += " --micro-batch-tokens 100"
-    return [*flags.split(), "--model", str(tiny()), "--data", str(folder / "data.jsonl")], folder
+    return [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)], folder
 
 
 UPDATES = """

@@ -71,15 +71,11 @@ def close(a: dict, b: dict, tolerance: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def lottery(tmp_path_factory, tiny):
+def lottery(tmp_path_factory, tiny, lottery_file):
     """Flags of a small run on the lottery, and a folder for its output."""
     folder = tmp_path_factory.mktemp("lottery")
-    lines = [
-        json.dumps({"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10}) for i in range(40)
-    ]
-    (folder / "data.jsonl").write_text("\n".join(lines))
     flags = "--steps 1 --prompts-per-step 8 --group-size 4 --max-new-tokens 24 --precision fp32 --lr 1e-3"
-    return [*flags.split(), "--model", str(tiny()), "--data", str(folder / "data.jsonl")], folder
+    return [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)], folder
 
 
 @pytest.fixture(scope="module")
