@@ -21,28 +21,26 @@ does not use one), KV caches (vLLM samples), and what a config is refused for: b
 """
 
 import itertools
-import json
-import math
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
+from launch import files
+
 ARCHITECTURE, DENSE = "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+SUPPORTED |= {"rope_type": "default"}
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
 
@@ -80,46 +78,29 @@ class MoEConfig:
     @classmethod
     def from_pretrained(cls, model_dir: str | Path) -> "MoEConfig":
         """Reads config.json as transformers 4 or 5 writes it. ValueError names the file and the key that is wrong."""
-        path = Path(model_dir) / "config.json"
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+            return cls.from_dict(files.settings(model_dir))
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{Path(model_dir) / 'config.json'}: {error}") from None
 
     @classmethod
     def from_dict(cls, hf: dict) -> "MoEConfig":
-        """`hf` has the keys of transformers 4 (rope_theta, num_experts) or 5 (rope_parameters, num_local_experts)."""
+        """`hf` is the content of a config.json. ValueError names the key that is wrong."""
         if not {ARCHITECTURE, DENSE} & set(kinds := hf.get("architectures") or []):
             raise ValueError(f"architectures is {kinds}, not {ARCHITECTURE} or {DENSE}")
-        rope = (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
-        found = {"decoder_sparse_step": 1, "tie_word_embeddings": False, **hf, "hf": hf}
-        found["num_experts"] = hf.get("num_experts", hf.get("num_local_experts"))
-        found["rope_theta"] = hf.get("rope_theta", rope.get("rope_theta"))
-        found["mlp_only_layers"] = tuple(hf.get("mlp_only_layers") or ())
+        found = files.named(hf)
         if DENSE in kinds:  # each layer is an MLP
             found |= {"num_experts": 1, "num_experts_per_tok": 1, "decoder_sparse_step": 2**31}
             found |= {"norm_topk_prob": True, "moe_intermediate_size": hf.get("intermediate_size")}
-        if not hf.get("head_dim") and hf.get("hidden_size") and hf.get("num_attention_heads"):
-            found["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
-        found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-        for key, only in (SUPPORTED | {"rope_type": "default"}).items():
+        for key, only in SUPPORTED.items():
             if found.get(key, only) != only:
                 raise ValueError(f"{key} = {found[key]!r} is not supported, only {only!r}")
-        for f in fields(cls):
-            value = found.get(f.name)
-            if value is None:
-                raise ValueError(f"no value for {f.name}")
-            if f.type is int and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{f.name} = {value!r} is not a positive integer")
-            if f.type is float and not isinstance(value, int | float):
-                raise ValueError(f"{f.name} = {value!r} is not a number")
-        c = cls(**{f.name: found[f.name] for f in fields(cls)})
-        if c.num_experts_per_tok > c.num_experts or c.num_attention_heads % c.num_key_value_heads:
-            raise ValueError(
-                "num_experts_per_tok > num_experts, or num_key_value_heads no divisor of heads"
-            )
+        wanted = {f.name: f.type for f in fields(cls) if f.name != "hf"}
+        c = cls(**files.values(found, wanted), hf=hf)
+        if c.num_experts_per_tok > c.num_experts:
+            raise ValueError(f"num_experts_per_tok is above num_experts = {c.num_experts}")
+        if c.num_attention_heads % c.num_key_value_heads:
+            raise ValueError("num_key_value_heads does not divide num_attention_heads")
         return c
 
 
@@ -220,11 +201,11 @@ class MoE(nn.Module):
         self.gate = nn.Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = Experts(c)
 
-    def forward(self, x: Tensor, replay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (S, D), replay (S, K) int or None -> y (S, D), experts used (S, K), experts the router chose (S, K)."""
+    def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (S, D), given (S, K) int or None -> y (S, D), experts used (S, K), experts the router chose (S, K)."""
         p = wide(self.gate(x)).softmax(dim=-1)  # (S, E)
         live = p.topk(self.top_k, dim=-1).indices  # (S, K)
-        used = live if replay is None else torch.where(replay < 0, live, replay)
+        used = live if given is None else torch.where(given < 0, live, given)
         g = p.gather(-1, used)
         g = g / g.sum(-1, keepdim=True) if self.normalize else g
         return self.experts(x, used, g.to(x.dtype)), used, live
@@ -240,7 +221,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
         self.top_k = c.num_experts_per_tok
 
-    def forward(self, x: Tensor, replay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         none = torch.full((len(x), self.top_k), -1, device=x.device)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), none, none
 
@@ -253,9 +234,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c) if c.is_moe(index) else MLP(c)
 
-    def forward(self, x: Tensor, cos, sin, lengths, replay) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, cos, sin, lengths, given) -> tuple[Tensor, Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
-        y, used, live = self.mlp(self.post_attention_layernorm(x), replay)
+        y, used, live = self.mlp(self.post_attention_layernorm(x), given)
         return x + y, used, live
 
 
@@ -271,13 +252,7 @@ class MoETransformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        experts: Tensor | None = None,
-        live=False,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens, lengths=None, experts=None, live=False) -> tuple[Tensor, Tensor]:
         """tokens (B, T) int, lengths (B,) int (default T), experts (B, T, L, K) int (default: the router chooses).
 
         Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
@@ -292,15 +267,13 @@ class MoETransformer(nn.Module):
         x = self.embed_tokens(tokens[keep])  # (S, D)
         cos, sin = rope_tables(place[keep], self.config, x.dtype)
         sizes = [n for n in sizes if n]
-        replay = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
+        recorded = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
+        again = self.checkpointing and torch.is_grad_enabled()
         chosen = []
-        for layer, given in zip(self.layers, replay, strict=True):
-            inputs = (x, cos, sin, sizes, given)
-            again = self.checkpointing and torch.is_grad_enabled()
-            x, *routes = (
-                checkpoint(layer, *inputs, use_reentrant=False) if again else layer(*inputs)
-            )
-            chosen.append(routes[live].to(torch.int16))
+        for layer, given in zip(self.layers, recorded, strict=True):
+            run = partial(checkpoint, layer, use_reentrant=False) if again else layer
+            x, used, router = run(x, cos, sin, sizes, given)
+            chosen.append((router if live else used).to(torch.int16))
         x, chosen = self.norm(x), torch.stack(chosen, dim=1)  # (S, D), (S, L, K)
         hidden = x.new_zeros(B, T, x.shape[-1]).masked_scatter(keep[..., None], x)
         routes = chosen.new_full((B, T, *chosen.shape[1:]), -1)
@@ -383,51 +356,36 @@ def hf_weights(model: MoETransformer, dtype=None) -> Iterator[tuple[str, Tensor]
 
 
 def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
-    """Reads the headers of a folder's safetensors (one file, or several with an index) -> checkpoint name -> file.
+    """Checkpoint name -> file of a folder's tensors, by the headers of its safetensors.
 
     Raises ValueError naming the folder or file, and the tensor that is missing, unknown or of the wrong shape.
     """
-    index = path = Path(model_dir) / "model.safetensors.index.json"
-    files, wanted = {"model.safetensors"}, stored_shapes(config)
-    try:
-        if index.exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
-        where, found = {}, {}
-        for path in (index.with_name(file) for file in files):
-            with safe_open(path, framework="pt") as f:
-                names = list(f.keys())
-                where |= dict.fromkeys(names, path)
-                found |= {n: tuple(f.get_slice(n).get_shape()) for n in names}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: weights cannot be read: {error!r}") from None
-    if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)  # some folders store it all the same
-    for name in [*wanted, *found]:
-        is_, should = found.get(name), wanted.get(name)
+    stored, wanted = files.headers(model_dir), stored_shapes(config)
+    for name in [*wanted, *stored]:
+        is_, should = stored.get(name, (None, None))[1], wanted.get(name)
         if is_ != should:
             raise ValueError(f"{model_dir}: {name} is {is_}, config.json makes it {should}")
-    return where
+    return {name: file for name, (file, _) in stored.items()}
 
 
 @torch.no_grad()
 def load_weights(model: MoETransformer, model_dir: str | Path) -> None:
     """Fills `model`, plain or sharded: each rank reads the rows that it holds. Raises as check_weights does."""
     where = check_weights(model.config, model_dir)
-    with ExitStack() as stack:
-        files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in set(where.values())}
-        for name, p in model.named_parameters():
-            (names, shape), local, first = stored_as(name, p), p, 0
-            if isinstance(p, DTensor):
-                place = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-                local, first = p.to_local(), place[1][0]
-            if len(names) > 1:  # a row is a whole expert, of one or two tensors
-                rows = len(names) // len(p)
-                blocks = local.view(len(local) * rows, *shape)
-                for n, block in zip(names[first * rows :], blocks, strict=False):
-                    block.copy_(files[where[n]].get_tensor(n))
-            elif len(local):
-                stored = files[where[names[0]]].get_slice(names[0])
-                local.copy_(stored[first : first + len(local)].view_as(local))
+    files = {path: safe_open(path, framework="pt") for path in set(where.values())}
+    for name, p in model.named_parameters():
+        (names, shape), local, first = stored_as(name, p), p, 0
+        if isinstance(p, DTensor):
+            place = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+            local, first = p.to_local(), place[1][0]
+        if len(names) > 1:  # a row is a whole expert, of one or two tensors
+            rows = len(names) // len(p)
+            blocks = local.view(len(local) * rows, *shape)
+            for n, block in zip(names[first * rows :], blocks, strict=False):
+                block.copy_(files[where[n]].get_tensor(n))
+        elif len(local):
+            stored = files[where[names[0]]].get_slice(names[0])
+            local.copy_(stored[first : first + len(local)].view_as(local))
 
 
 def load_pretrained(model_dir: str | Path, device="cpu", dtype=torch.float32) -> MoETransformer:
@@ -441,40 +399,10 @@ def load_pretrained(model_dir: str | Path, device="cpu", dtype=torch.float32) ->
 def save_pretrained(
     model: MoETransformer, out, dtype=torch.float32, like="", shard_bytes=5e9, write=True
 ) -> None:
-    """Writes the folder that vLLM and transformers load: config.json, safetensors with an index where they are
-    several, and the tokenizer files of the folder `like`.
+    """Writes the folder that vLLM and transformers load, with the tokenizer files of the folder `like`.
 
     Every rank of a sharded model must call it; the one with `write` writes, with one file's tensors on its host.
     """
-    out, shapes, weights = Path(out), stored_shapes(model.config), hf_weights(model, dtype)
-    ends = list(itertools.accumulate(math.prod(s) * dtype.itemsize for s in shapes.values()))
-    by_size = itertools.groupby(zip(shapes, ends, strict=True), lambda z: z[1] // shard_bytes)
-    shards = [[name for name, _ in group] for _, group in by_size]
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    files = files if len(files) > 1 else ["model.safetensors"]
-    if write:
-        out.mkdir(parents=True, exist_ok=True)
-        for old in out.glob("model*.safetensors*"):
-            old.unlink()
-    for file, names in zip(files, shards, strict=True):
-        shard = {
-            n: w.to("cpu", copy=True) for n, w in itertools.islice(weights, len(names)) if write
-        }
-        if write:
-            save_file(shard, out / file, metadata={"format": "pt"})
-            (out / file).chmod(0o644)  # it comes readable by its owner alone
-    if not write:
-        return
-    for path in Path(like).iterdir() if like else []:
-        if path.suffix in (".json", ".jinja", ".txt") and "safetensors" not in path.name:
-            shutil.copy(path, out)
-    key = "dtype" if "dtype" in model.config.hf else "torch_dtype"
-    jsons = {"config.json": model.config.hf | {key: str(dtype).removeprefix("torch.")}}
-    if len(files) > 1:
-        where = {n: file for file, names in zip(files, shards, strict=True) for n in names}
-        jsons["model.safetensors.index.json"] = {
-            "metadata": {"total_size": ends[-1]},
-            "weight_map": where,
-        }
-    for name, content in jsons.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    shapes, config = stored_shapes(model.config), model.config.hf
+    settings = {"dtype": dtype, "like": like, "shard_bytes": shard_bytes, "here": write}
+    files.write(out, hf_weights(model, dtype), shapes, config, **settings)

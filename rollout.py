@@ -34,11 +34,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from launch import formats, grade
+from launch import files, formats, grade
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,24 +136,6 @@ def round_int4(weight: torch.Tensor) -> torch.Tensor:
     return ((weight.float() / scale).round() * scale).to(weight.dtype)
 
 
-def stored_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the folder's tensors, from the safetensors headers, less a tied lm_head."""
-    folder, files, shapes = Path(model_dir), {"model.safetensors"}, {}
-    if (index := folder / "model.safetensors.index.json").exists():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-    try:
-        for file in sorted(files):
-            with safe_open(folder / file, framework="pt") as stored:
-                names = stored.keys()
-                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in names}
-        config = json.loads((folder / "config.json").read_text())
-    except OSError as error:
-        raise ValueError(f"{folder}: not a complete model folder ({error})") from None
-    if config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return shapes
-
-
 def start_vllm(model_dir: str | Path, **arguments):
     """LLM(...), undoing what it does to the whole process: it reseeds every generator and, on a
     CPU, overwrites LOCAL_WORLD_SIZE and turns torch.set_num_threads into a no-op."""
@@ -239,7 +220,8 @@ class Engine:
             raise ValueError(f"rollout tp {tensor_parallel} does not divide {world_size} ranks")
         if world_size > 1 and not torch.distributed.is_initialized():
             raise ValueError("several ranks: call torch.distributed.init_process_group() first")
-        self.shapes, self.max_model_len = stored_shapes(model_dir), max_model_len
+        self.shapes = {name: shape for name, (_, shape) in files.headers(model_dir).items()}
+        self.max_model_len = max_model_len
         self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         self.rounding = {"fp8": None if cuda else round_fp8, "int4": round_int4}.get(dtype)
         self.asleep, self.broken, self.progress = False, None, progress

@@ -150,21 +150,18 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
         adv = advantages(batch, c)
         minibatches = split(batch, adv, c, acc)
         with phase(seconds, "old"):
-            later = [
-                micro for m in minibatches[1:] for micro in m.micro
-            ]  # in the first, pi is pi_old
-            for micro in report.progress(later, "old", acc):
-                old_logprobs(model, micro, c, acc)
+            old_logprobs(model, minibatches[1:], c, acc)  # in the first one pi is pi_old
         with phase(seconds, "update"):
             for n, minibatch in enumerate(minibatches):
                 update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
                 evaluation(engine, model, held_out, step + 1, c, acc)
-        measured = (step, examples, batch, adv, minibatches, dropped, seconds)
-        row = report.write_step(*measured, c, acc, bar)
+        row = report.write_step(
+            step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar
+        )
         seconds.clear()
-        del minibatches, later, measured  # or they would stay through the next rollout
+        del minibatches  # or it would stay through the next rollout
         watch.check(row)
         asked = signals.asked()
         if asked or due(c.save_every, step, c):
@@ -384,12 +381,13 @@ def logprobs(
 
 
 @torch.no_grad()
-def old_logprobs(model, micro: rollout.MicroBatch, c: Config, acc: Accelerator) -> None:
-    """log pi_old and e_pi_old: the weights that sampled, in the training engine."""
-    here = micro.to(acc.device)
-    experts = replay.routes_for_old(c.replay, here.experts_rollout)
-    logp, _, live = logprobs(model, here, experts, c)
-    micro.logp_old, micro.experts_old = logp.cpu(), live.cpu()
+def old_logprobs(model, minibatches: list[MiniBatch], c: Config, acc: Accelerator) -> None:
+    """log pi_old and e_pi_old of these mini-batches: the weights that sampled, in the training engine."""
+    for micro in report.progress([z for m in minibatches for z in m.micro], "old", acc):
+        here = micro.to(acc.device)
+        experts = replay.routes_for_old(c.replay, here.experts_rollout)
+        logp, _, live = logprobs(model, here, experts, c)
+        micro.logp_old, micro.experts_old = logp.cpu(), live.cpu()
 
 
 def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Accelerator) -> None:

@@ -6,15 +6,14 @@ table. Runs that the JSON has already are not run again, so that an interrupted 
 that was interrupted resumes from its checkpoint.
 
 The regime: 4-digit addition, a 1.8M-parameter MoE, 16 experts top-4, bf16 training. The gap between engines is made as
-large as a big model's by rounding the rollout weights to 4 bits per output channel (--rollout-dtype int4), staleness by N
-updates a batch, learning rate 1e-4.
+large as a big model's by rounding the rollout weights to 4 bits per output channel (--rollout-dtype int4). As in the
+paper the mini-batch stays (4 prompts x 8 responses) and N makes the batch, so that runs of all N see the same data and
+updates, staler ones with larger N. grid1 and grid8 are the learning rates that were tried for it.
 
-Hardware: 2 cores; hours: 0.5 for Fig. 4, --jobs 2 (one thread a run). Last run 2026-12-01: Fig. 4, 32
-minutes beside other jobs; the others not yet.
+Hardware: 2 cores, --jobs 2 (one thread a run).
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -33,12 +33,14 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "launch" / "results", ROOT / "runs" / "figures"
-STEPS, STEP_SECONDS, START_SECONDS = (
-    60,
-    4.0,
-    20.0,
+UPDATES, UPDATE_SECONDS, START_SECONDS = (
+    320,
+    0.35,
+    15.0,
 )  # of a run; seconds for --budget, 2 jobs on 2 cores
-REGIME = "--rollout-dtype int4 --lr 1e-4 --max-new-tokens 64 --prompts-per-step 32 --group-size 8"
+BIN = 8  # updates that are one point of a recorded series: a step of N = 8, eight of N = 1
+REGIME = "--rollout-dtype int4 --max-new-tokens 64 --group-size 8"
+PROMPTS = 4  # of a mini-batch
 ROWS = {  # metric -> label, logarithmic axis
     "reward_mean": ("mean reward", False),
     "kl_rollout_train_k3": ("KL[mu || pi_old], k3", True),
@@ -46,44 +48,67 @@ ROWS = {  # metric -> label, logarithmic axis
     "routing_agreement": ("same experts in both engines", False),
     "first_order_gap": ("first-order gap, median", True),
 }
-MINIRL, NO_CLIP = {"R2": "--replay R2", "R3": "--replay R3"}, "--no-clip"
-
-
-def off_policy(n: int) -> dict[str, str]:
-    """The recipes of Fig. 2 to 4."""
-    recipes = {"no clip": NO_CLIP, "R2, no clip": f"{MINIRL['R2']} {NO_CLIP}", **MINIRL}
-    return {name: f"--minibatches {n} {flags}" for name, flags in recipes.items()}
-
-
+RATE = "--lr 2e-4"
+R2, R3, NO_CLIP = "--replay R2", "--replay R3", "--no-clip"
 ABLATIONS = {"MiniRL": "", "+ length-norm": "--length-norm", "w/o train-infer-IS": "--no-is-correction"}  # fmt: skip
-FIGURES = {  # name -> title, seeds, recipe -> flags of train.py
-    "1": (
+OFF_POLICY = {"no clip": NO_CLIP, "R2, no clip": f"{R2} {NO_CLIP}", "R2": R2, "R3": R3}
+
+
+PAPER = ("1", "2", "3", "4", "5", "beyond")
+
+
+class Figure(NamedTuple):
+    title: str
+    seeds: int
+    n: int  # updates per batch
+    recipes: dict[str, str]  # name -> flags of train.py
+
+
+def tried(recipes: dict[str, str], rates: tuple[str, ...]) -> dict[str, str]:
+    return {
+        f"{name}, lr {r}": f"{z} --lr {r}".strip() for r in rates for name, z in recipes.items()
+    }
+
+
+FIGURES = {
+    "1": Figure(
         "Fig. 1, on-policy (N = 1)",
         5,
-        {
-            f"{name}{', R3' * bool(r3)}": f"{flags} {r3}".strip()
-            for (name, flags), r3 in itertools.product(ABLATIONS.items(), ("", MINIRL["R3"]))
-        },
+        1,
+        ABLATIONS | {f"{name}, R3": f"{z} {R3}".strip() for name, z in ABLATIONS.items()},
     ),
-    "2": ("Fig. 2, N = 2", 3, off_policy(2)),
-    "3": ("Fig. 3, N = 4", 3, off_policy(4)),
-    "4": ("Fig. 4, N = 8", 5, off_policy(8)),
-    "5": (
+    "2": Figure("Fig. 2, N = 2", 3, 2, OFF_POLICY),
+    "3": Figure("Fig. 3, N = 4", 3, 4, OFF_POLICY),
+    "4": Figure("Fig. 4, N = 8", 5, 8, OFF_POLICY),
+    "5": Figure(
         "Fig. 5, three cold starts (N = 2, R2)",
         3,
+        2,
         {
-            style: f"--minibatches 2 --replay R2 --model runs/cold-start-{style}"
+            style: f"{R2} --model runs/cold-start-{style}"
             for style in ("columns", "places", "running")
         },
     ),
-    "beyond": (
+    "beyond": Figure(
         "Beyond the paper: GRPO and CISPO (N = 8)",
         3,
-        {
-            "MiniRL": "--minibatches 8",
-            "GRPO": "--minibatches 8 --objective grpo",
-            "CISPO": "--minibatches 8 --objective cispo",
-        },
+        8,
+        {"MiniRL": "", "GRPO": "--objective grpo", "CISPO": "--objective cispo"},
+    ),
+    "grid1": Figure(
+        "Regimes tried, N = 1",
+        1,
+        1,
+        tried(
+            {"MiniRL": "", "w/o train-infer-IS": ABLATIONS["w/o train-infer-IS"]},
+            ("1e-4", "2e-4", "4e-4"),
+        ),
+    ),
+    "grid8": Figure(
+        "Regimes tried, N = 8",
+        1,
+        8,
+        tried({"no clip": NO_CLIP, "R2": R2, "R3": R3}, ("1e-4", "2e-4", "4e-4")),
     ),
 }
 
@@ -100,24 +125,32 @@ def cold_start(flags: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def run(figure: str, recipe: str, flags: str, seed: int, steps: int) -> dict:
-    """One run of train.py -> what it did, step by step; how it ended, if not by its last step."""
-    name = "".join(z if z.isalnum() else "-" for z in f"{figure} {recipe} {seed} {steps}")
+def command_of(figure: str, recipe: str, seed: int, updates: int) -> str:
+    """The flags of train.py for one run."""
+    n = FIGURES[figure].n
+    batch = f"--minibatches {n} --prompts-per-step {PROMPTS * n} --steps {updates // n}"
+    return f"{REGIME} {RATE} {batch} --seed {seed} {FIGURES[figure].recipes[recipe]}".strip()
+
+
+def run(figure: str, recipe: str, seed: int, updates: int) -> dict:
+    """One run of train.py -> what it did, a number for every BIN updates; how it ended, if not by its last step."""
+    name = "".join(z if z.isalnum() else "-" for z in f"{figure} {recipe} {seed} {updates}")
     out, begin = RUNS / name, time.time()
-    command = (
-        f"{REGIME} --steps {steps} --seed {seed} --resume auto --save-every 20 --keep 1 {flags}"
-    )
+    command = command_of(figure, recipe, seed, updates)
+    keep = f"--resume auto --save-every {updates // FIGURES[figure].n // 4} --keep 1 --out {out}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log").open("a") as log:
         done = subprocess.run(
-            [sys.executable, "train.py", *shlex.split(command), "--out", str(out)],
+            [sys.executable, "train.py", *shlex.split(command), *shlex.split(keep)],
             cwd=ROOT, env=environment, stdout=log, stderr=log, check=False,
         )  # fmt: skip
     if done.returncode not in (0, 1):  # 1: stopped by itself, a result too
         raise SystemExit(f"figures.py: {out}/log: ended with code {done.returncode}")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    series = {metric: [mean_of(row[metric]) for row in rows] for metric in ROWS}
+    a_bin = BIN // FIGURES[figure].n  # steps
+    bins = [rows[i : i + a_bin] for i in range(0, len(rows), a_bin)]
+    series = {metric: [mean_of([row[metric] for row in z]) for z in bins] for metric in ROWS}
     last = (out / "log").read_text().splitlines()
     stopped = next((z for z in reversed(last) if "stopped" in z), "") if done.returncode else ""
     return {
@@ -126,46 +159,54 @@ def run(figure: str, recipe: str, flags: str, seed: int, steps: int) -> dict:
     }  # fmt: skip
 
 
-def mean_of(value) -> float | None:
-    """A metric to 4 digits; of a list (one value a layer) the mean."""
-    values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
-    return float(f"{np.mean(values):.4g}") if values else None
+def mean_of(values: list) -> float | None:
+    """The mean to 4 digits, of metrics with a value a layer too; null where nothing was measured."""
+    known = [v for v in np.hstack(values) if v is not None]
+    return float(f"{np.mean(known):.4g}") if known else None
 
 
 def budget(minutes: float, recipes: int, seeds: int, jobs: int) -> tuple[int, int]:
-    """Seeds and steps that fit: fewer seeds before fewer than 30 steps."""
+    """Seeds and updates that fit: fewer seeds before fewer than 160 updates."""
     of_a_run = minutes * 60 * jobs / recipes
-    seeds = max(1, min(seeds, int(of_a_run / (START_SECONDS + 30 * STEP_SECONDS))))
-    return seeds, int(max(5, min(STEPS, (of_a_run / seeds - START_SECONDS) / STEP_SECONDS)))
+    seeds = max(1, min(seeds, int(of_a_run / (START_SECONDS + 160 * UPDATE_SECONDS))))
+    fit = min(UPDATES, (of_a_run / seeds - START_SECONDS) / UPDATE_SECONDS)
+    return seeds, max(4 * BIN, int(fit) // BIN * BIN)
 
 
 def make(figure: str, minutes: float | None, jobs: int, out: Path) -> dict:
     """Runs what is missing of a figure -> its results, which are written after each run."""
-    title, seeds, recipes = FIGURES[figure]
-    steps = STEPS
+    title, seeds, n, recipes = FIGURES[figure]
+    updates = UPDATES
     if minutes:
-        seeds, steps = budget(minutes, len(recipes), seeds, jobs)
+        seeds, updates = budget(minutes, len(recipes), seeds, jobs)
     path = out / f"figure_{figure}.json"
-    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    if results["runs"] and results["steps"] != steps:
+    results = json.loads(path.read_text()) if path.exists() else {"runs": [], "updates": updates}
+    if results["updates"] != updates:
         raise SystemExit(
-            f"figures.py: {path}: has runs of {results['steps']} steps, not {steps}; --out another folder"
+            f"figures.py: {path}: has runs of {results['updates']} updates, not {updates}; --out another folder"
         )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # fmt: skip
-    results |= {"figure": figure, "title": title, "steps": steps, "commit": commit}
-    results |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "jobs": jobs}
+    results |= {"figure": figure, "title": title, "n": n, "commit": commit}
+    results |= {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "jobs": jobs,
+    }
     results["command"] = f"python launch/figures.py {figure}" + (f" --budget {minutes:g}" if minutes else "")  # fmt: skip
     have = {(r["recipe"], r["seed"]) for r in results["runs"]}
     for flags in {flags for flags in recipes.values() if "--model" in flags} or {""}:
         cold_start(flags)
-    missing = [(name, flags, seed) for seed in range(seeds) for name, flags in recipes.items() if (name, seed) not in have]  # fmt: skip
+    missing = [
+        (name, seed) for seed in range(seeds) for name in recipes if (name, seed) not in have
+    ]
     with ThreadPoolExecutor(jobs) as pool:
-        for r in pool.map(lambda job: run(figure, *job, steps), missing):
+        for r in pool.map(lambda job: run(figure, *job, updates), missing):
             results["runs"].append(r)
             path.write_text(json.dumps(results) + "\n")
             reward = r["series"]["reward_mean"]
             print(
-                f"{figure}: {r['recipe']}, seed {r['seed']}: reward {reward[0]} -> {reward[-1]}, {r['seconds']} s"
+                f"{figure}: {r['recipe']}, seed {r['seed']}: reward {reward[0]} -> {reward[-1]}, {r['seconds']} s",
+                flush=True,
             )
     return results
 
@@ -173,30 +214,82 @@ def make(figure: str, minutes: float | None, jobs: int, out: Path) -> dict:
 # --- what they show
 
 
+def known(values: list) -> list[float]:
+    return [v for v in values if v is not None]
+
+
+def diverged(r: dict) -> bool:
+    """It stopped itself, or its reward ended below half of what it began with."""
+    reward = r["series"]["reward_mean"]
+    return bool(r["stopped"]) or np.mean(reward[-5:]) < np.mean(reward[:2]) / 2
+
+
 def summary(results: dict) -> dict[str, dict]:
-    """Recipe -> over its seeds: reward of the first and last ten steps (mean, least, largest), KL and agreement at the
-    end (mean), and how many runs diverged: their reward ended below half of what it began with, or they stopped."""
+    """Recipe -> over its seeds: reward of the first two and last five points (mean, least, largest), KL and agreement
+    at the end (mean), and how many runs diverged."""
     table = {}
     for recipe in dict.fromkeys(r["recipe"] for r in results["runs"]):
         runs = [r for r in results["runs"] if r["recipe"] == recipe]
-        ends = [np.mean(r["series"]["reward_mean"][-10:]) for r in runs]
-        begins = [np.mean(r["series"]["reward_mean"][:5]) for r in runs]
-        diverged = [bool(r["stopped"]) or end < begin / 2 for r, end, begin in zip(runs, ends, begins, strict=True)]  # fmt: skip
-        last = {m: float(np.mean([np.mean([v for v in r["series"][m][-10:] if v is not None]) for r in runs])) for m in ROWS}  # fmt: skip
+        ends = [np.mean(r["series"]["reward_mean"][-5:]) for r in runs]
+        begins = [np.mean(r["series"]["reward_mean"][:2]) for r in runs]
+        last = {
+            m: float(np.mean([np.mean(known(r["series"][m][-5:])) for r in runs])) for m in ROWS
+        }
         table[recipe] = {
             "seeds": len(runs), "begin": float(np.mean(begins)), "end": float(np.mean(ends)),
-            "least": float(min(ends)), "largest": float(max(ends)), "diverged": sum(diverged),
+            "least": float(min(ends)), "largest": float(max(ends)), "diverged": sum(map(diverged, runs)),
             "kl": last["kl_rollout_train_k3"], "agreement": last["routing_agreement"],
         }  # fmt: skip
     return table
 
 
+def smooth(values: list) -> np.ndarray:
+    """Means of each point and the two before it, null left out."""
+    return np.array([np.mean(known(values[max(0, i - 2) : i + 1]) or [np.nan]) for i in range(len(values))])  # fmt: skip
+
+
+def collapse(r: dict) -> int | None:
+    """The point at which the reward has fallen below half of the best so far."""
+    reward = smooth(r["series"]["reward_mean"])
+    below = np.flatnonzero(reward < np.maximum.accumulate(reward) / 2)
+    return int(below[0]) if len(below) else None
+
+
+def alarm(r: dict, metric: str) -> int | None:
+    """The point at which a metric has passed three times the median of its first five points."""
+    values = smooth(r["series"][metric])
+    above = np.flatnonzero(values > 3 * np.nanmedian(values[:5]))
+    return int(above[0]) if len(above) else None
+
+
+def warnings(runs: list[dict]) -> dict[str, int]:
+    """Of the runs that collapse, and of the others, in how many KL and first-order gap give an alarm before; and, where
+    both do, which is first. What calls a run collapsed is its reward, wherever it ends."""
+    table = dict.fromkeys(
+        ("collapsed", "kl", "gap", "gap first", "kl first", "others", "kl false", "gap false"), 0
+    )
+    for r in runs:
+        end, kl, gap = collapse(r), alarm(r, "kl_rollout_train_k3"), alarm(r, "first_order_gap")
+        if end is None:
+            table["others"] += 1
+            table["kl false"] += kl is not None
+            table["gap false"] += gap is not None
+            continue
+        kl, gap = (z if z is not None and z < end else None for z in (kl, gap))
+        table["collapsed"] += 1
+        table["kl"] += kl is not None
+        table["gap"] += gap is not None
+        table["gap first"] += gap is not None and (kl is None or gap < kl)
+        table["kl first"] += kl is not None and (gap is None or kl < gap)
+    return table
+
+
 def print_table(results: dict) -> None:
     print(
-        f"\n{results['title']}, {results['steps']} steps: mean reward, first 5 -> last 10 [range over seeds]"
+        f"\n{results['title']}, {results['updates']} updates: mean reward at the beginning -> end [range over seeds]"
     )
     for recipe, z in summary(results).items():
-        line = f"  {recipe:26} {z['begin']:.2f} -> {z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
+        line = f"  {recipe:28} {z['begin']:.2f} -> {z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
         print(
             f"{line}  KL {z['kl']:.1e}  agreement {z['agreement']:.3f}  diverged {z['diverged']} of {z['seeds']}"
         )
@@ -205,15 +298,14 @@ def print_table(results: dict) -> None:
 def draw(results: dict, out: Path) -> None:
     """Rows: metrics; a line a recipe, the mean over seeds, in the range over seeds."""
     figure, axes = plt.subplots(len(ROWS), 1, figsize=(7, 2.1 * len(ROWS)), sharex=True)
-    recipes = list(summary(results))
     for axis, (metric, (label, log)) in zip(axes, ROWS.items(), strict=True):
-        for number, recipe in enumerate(recipes):
+        for number, recipe in enumerate(summary(results)):
             lines = [r["series"][metric] for r in results["runs"] if r["recipe"] == recipe]
-            grid = np.full((len(lines), results["steps"]), np.nan)
+            grid = np.full((len(lines), results["updates"] // BIN), np.nan)
             for row, line in zip(grid, lines, strict=True):
                 row[: len(line)] = [np.nan if v is None else v for v in line]
-            known = ~np.isnan(grid).all(0)
-            x, grid = np.flatnonzero(known), grid[:, known]
+            drawn = ~np.isnan(grid).all(0)
+            x, grid = BIN * np.flatnonzero(drawn), grid[:, drawn]
             axis.plot(x, np.nanmean(grid, 0), color=f"C{number}", lw=1.2, label=recipe)
             axis.fill_between(x, np.nanmin(grid, 0), np.nanmax(grid, 0), color=f"C{number}", alpha=0.12, lw=0)  # fmt: skip
         axis.set_ylabel(label, fontsize=8)
@@ -222,7 +314,7 @@ def draw(results: dict, out: Path) -> None:
             axis.set_yscale("log")
     axes[0].legend(fontsize=7, ncols=3)
     axes[0].set_title(results["title"], fontsize=10)
-    axes[-1].set_xlabel("step")
+    axes[-1].set_xlabel(f"gradient updates (points: means of {BIN})")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
     plt.close(figure)
@@ -238,7 +330,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of JSON and PNG")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for figure in FIGURES if "all" in args.figures else args.figures:
+    for figure in PAPER if "all" in args.figures else args.figures:
         results = make(figure, args.budget, args.jobs, args.out)
         draw(results, args.out / f"figure_{figure}.png")
         print_table(results)

@@ -8,7 +8,7 @@ from pathlib import Path
 import loss
 
 ROOT = Path(__file__).resolve().parents[1]
-CEILINGS = {"loss.py": 260, "replay.py": 200, "moe.py": 480, "rollout.py": 460, "train.py": 520}
+CEILINGS = {"loss.py": 260, "replay.py": 200, "moe.py": 420, "rollout.py": 460, "train.py": 520}
 README = (ROOT / "README.md").read_text()
 
 

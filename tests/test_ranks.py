@@ -51,9 +51,7 @@ for prompts, n, mode, again in [*cases, (8, 8, "R3", 0), (3, 3, "R2", 1)]:
     model, optimizer = train.make_model(c, config, acc)
     batch = batches[prompts]
     minibatches = train.split(batch, train.advantages(batch, c), c, acc)
-    for minibatch in minibatches[1:]:
-        for micro in minibatch.micro:
-            train.old_logprobs(model, micro, c, acc)
+    train.old_logprobs(model, minibatches[1:], c, acc)
     for number, minibatch in enumerate(minibatches):
         train.update(model, optimizer, minibatch, number, c, acc)
     mine = [(m.loss, bool(sum(micro.mask.sum() for micro in m.micro))) for m in minibatches]
