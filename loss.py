@@ -1,7 +1,7 @@
 """Why a token-level objective may stand in for the sequence-level reward, and the objective that follows: MiniRL.
 
 A prompt x is answered by a response y = (y_1 .. y_T), which earns one reward R(x, y). Three policies give log-probs
-for the same tokens; they are never mixed:
+for the same tokens; they are never mixed (where it is clear, mu is short for mu_old):
 
     logp_rollout   mu_old   the weights theta_old in the inference engine (vLLM), which sampled y
     logp_old       pi_old   the same theta_old in the training engine
@@ -33,7 +33,7 @@ itself is no remedy: it is part of Eq. 4, and leaving a factor out optimizes ano
         A    R minus the mean reward of the group of responses to x; no division by the standard deviation
         M_t  0 if (A > 0 and r_t > 1 + eps_high) or (A < 0 and r_t < 1 - eps_low), else 1. It asks how far *training*
              has moved, hence pi_old (decoupled PPO), while the weight corrects the *sampling*, hence mu_old
-        sg   stop-gradient. The weight is capped (truncated importance sampling)
+        sg   stop-gradient. The weight is capped (truncated importance sampling): less variance, at some bias
 
 There is no division by the response length: Eq. 4 has a sum over tokens, and a mean would be another objective.
 
@@ -86,10 +86,10 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std_norm: bool = False)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     rewards = rewards.double()
     _, group = group_ids.unique(return_inverse=True)  # (B,) 0 .. number of groups - 1
-    means = rewards.new_zeros(len(rewards))
+    zeros = rewards.new_zeros(len(rewards))
 
     def over_group(values: Tensor, reduce: str) -> Tensor:
-        return means.scatter_reduce(0, group, values, reduce, include_self=False)[group]  # (B,)
+        return zeros.scatter_reduce(0, group, values, reduce, include_self=False)[group]  # (B,)
 
     adv = rewards - over_group(rewards, "mean")
     if std_norm:
@@ -123,11 +123,13 @@ def minirl_loss(
     too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
     keep = ~(too_high | too_low) if clip else torch.ones_like(mask)  # M_t
     w = weight if is_correction else ratio  # Eq. 5; w/o train-infer-IS its second factor alone
-    w = keep * w.clamp(max=is_cap) * adv[:, None]
-    per_token = w * logp.masked_fill(~mask, 0.0)  # its gradient is Eq. 4
+    coefficient = keep * w.clamp(max=is_cap) * adv[:, None]
+    per_token = coefficient * logp.masked_fill(
+        ~mask, 0.0
+    )  # its gradient is Eq. 4, A for R, masked and capped
     if length_norm:
         per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
-    loss = -(per_token * mask).sum() / denom
+    loss = -per_token.sum() / denom
     return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
 
 
@@ -136,15 +138,13 @@ def grpo_loss(
 ) -> tuple[Tensor, Stats]:
     """-J_GRPO (Appendix A): the mean over a response of min(r_t A, clip(r_t) A), averaged over `denom` responses.
 
-    Arguments as in minirl_loss. r_t = pi/pi_old carries the gradient. mu_old does not appear; logp_rollout and is_cap serve the statistics alone.
-    Pass advantages made with std_norm=True.
+    Arguments as in minirl_loss; r_t = pi/pi_old carries the gradient. mu_old does not appear: logp_rollout and is_cap
+    serve the statistics alone. Pass advantages made with std_norm=True.
     """
     ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
     too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
-    live = (logp - logp_old).masked_fill(~mask, 0.0).exp()  # r_t with its gradient
-    per_token = torch.minimum(
-        live * adv[:, None], live.clamp(1 - eps_low, 1 + eps_high) * adv[:, None]
-    )
+    r = (logp - logp_old).masked_fill(~mask, 0.0).exp()  # r_t with its gradient
+    per_token = torch.minimum(r * adv[:, None], r.clamp(1 - eps_low, 1 + eps_high) * adv[:, None])
     per_response = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     return -per_response.sum() / denom, _stats(ratio, weight, too_high, too_low, mask, is_cap)
 
@@ -159,7 +159,7 @@ def cispo_loss(
     ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
     too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
     w = ratio.clamp(1 - eps_low, 1 + eps_high)
-    loss = -(w * adv[:, None] * logp.masked_fill(~mask, 0.0) * mask).sum() / denom
+    loss = -(w * adv[:, None] * logp.masked_fill(~mask, 0.0)).sum() / denom
     return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
 
 
@@ -177,11 +177,11 @@ def kl_rollout_train(
     """KL[mu_old || pi_old] per token in nats, estimated on tokens sampled from mu_old -> 0-d float64.
 
     "k1" is the paper's, the mean of log mu_old - log pi_old: unbiased, noisy, of either sign. "k3" is the mean of
-    r - 1 - log r with r = pi_old/mu_old: the same expectation, never negative, far less noise.
+    q - 1 - log q with q = pi_old/mu_old: the same expectation, never negative, far less noise.
     """
-    log_r = _difference(logp_old, logp_rollout, mask)
-    per_token = {"k1": -log_r, "k3": log_r.clamp(max=600).expm1() - log_r}[estimator]
-    return (per_token * mask).sum() / mask.sum().clamp(min=1)
+    log_q = _difference(logp_old, logp_rollout, mask)
+    per_token = {"k1": -log_q, "k3": log_q.clamp(max=600).expm1() - log_q}[estimator]
+    return per_token.sum() / mask.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -218,7 +218,10 @@ def _difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
 
 
 def _factors(logp: Tensor, logp_old: Tensor, logp_rollout: Tensor, mask: Tensor):
-    """Without gradient: pi/pi_old and pi/mu_old (B, T), 1 where masked."""
+    """Without gradient: pi/pi_old and pi/mu_old (B, T), 1 where masked.
+
+    The second is made of the two factors of Eq. 5, so that it is the first, bit for bit, where the engines agree.
+    """
     logp, logp_old, logp_rollout = (
         z.detach().masked_fill(~mask, 0.0) for z in (logp, logp_old, logp_rollout)
     )

@@ -78,8 +78,9 @@ class MoEConfig:
     @classmethod
     def from_pretrained(cls, model_dir: str | Path) -> "MoEConfig":
         """Reads config.json as transformers 4 or 5 writes it. ValueError names the file and the key that is wrong."""
+        hf = files.settings(model_dir)
         try:
-            return cls.from_dict(files.settings(model_dir))
+            return cls.from_dict(hf)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{Path(model_dir) / 'config.json'}: {error}") from None
 
@@ -198,17 +199,17 @@ class MoE(nn.Module):
     def __init__(self, c: MoEConfig):
         super().__init__()
         self.top_k, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
-        self.gate = nn.Linear(c.hidden_size, c.num_experts, bias=False)
+        self.gate = nn.Linear(c.hidden_size, c.num_experts, bias=False)  # W_r; the format's name
         self.experts = Experts(c)
 
     def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (S, D), given (S, K) int or None -> y (S, D), experts used (S, K), experts the router chose (S, K)."""
         p = wide(self.gate(x)).softmax(dim=-1)  # (S, E)
-        live = p.topk(self.top_k, dim=-1).indices  # (S, K)
-        used = live if given is None else torch.where(given < 0, live, given)
+        chosen = p.topk(self.top_k, dim=-1).indices  # (S, K)
+        used = chosen if given is None else torch.where(given < 0, chosen, given)
         g = p.gather(-1, used)
         g = g / g.sum(-1, keepdim=True) if self.normalize else g
-        return self.experts(x, used, g.to(x.dtype)), used, live
+        return self.experts(x, used, g.to(x.dtype)), used, chosen
 
 
 class MLP(nn.Module):
@@ -236,8 +237,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos, sin, lengths, given) -> tuple[Tensor, Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
-        y, used, live = self.mlp(self.post_attention_layernorm(x), given)
-        return x + y, used, live
+        y, used, chosen = self.mlp(self.post_attention_layernorm(x), given)
+        return x + y, used, chosen
 
 
 class MoETransformer(nn.Module):
@@ -256,9 +257,9 @@ class MoETransformer(nn.Module):
         """tokens (B, T) int, lengths (B,) int (default T), experts (B, T, L, K) int (default: the router chooses).
 
         Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
-        layers. A row of `experts` that is -1 uses the router's choice. `live` returns what the router would have
-        chosen at each token, whatever was replayed there and below. Experts are call arguments, so a layer that is
-        recomputed in backward sees those of its own micro-batch.
+        layers. A row of `experts` that is -1 uses the router's choice. With `live` the second result is what the router
+        chose in each layer, given the experts used in those before, in place of what was used. Experts are call
+        arguments, so a layer that is recomputed in backward sees those of its own micro-batch.
         """
         B, T = tokens.shape
         place = torch.arange(T, device=tokens.device).expand(B, T)
@@ -267,18 +268,17 @@ class MoETransformer(nn.Module):
         x = self.embed_tokens(tokens[keep])  # (S, D)
         cos, sin = rope_tables(place[keep], self.config, x.dtype)
         sizes = [n for n in sizes if n]
-        recorded = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
-        again = self.checkpointing and torch.is_grad_enabled()
-        chosen = []
-        for layer, given in zip(self.layers, recorded, strict=True):
+        given = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
+        again, routes = self.checkpointing and torch.is_grad_enabled(), []
+        for layer, e in zip(self.layers, given, strict=True):
             run = partial(checkpoint, layer, use_reentrant=False) if again else layer
-            x, used, router = run(x, cos, sin, sizes, given)
-            chosen.append((router if live else used).to(torch.int16))
-        x, chosen = self.norm(x), torch.stack(chosen, dim=1)  # (S, D), (S, L, K)
+            x, used, chosen = run(x, cos, sin, sizes, e)
+            routes.append((chosen if live else used).to(torch.int16))
+        x, routes = self.norm(x), torch.stack(routes, dim=1)  # (S, D), (S, L, K)
         hidden = x.new_zeros(B, T, x.shape[-1]).masked_scatter(keep[..., None], x)
-        routes = chosen.new_full((B, T, *chosen.shape[1:]), -1)
-        routes[keep] = chosen
-        return hidden, routes
+        padded = routes.new_full((B, T, *routes.shape[1:]), -1)
+        padded[keep] = routes
+        return hidden, padded
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
         """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...), at least fp32.
@@ -372,19 +372,19 @@ def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
 def load_weights(model: MoETransformer, model_dir: str | Path) -> None:
     """Fills `model`, plain or sharded: each rank reads the rows that it holds. Raises as check_weights does."""
     where = check_weights(model.config, model_dir)
-    files = {path: safe_open(path, framework="pt") for path in set(where.values())}
+    opened = {path: safe_open(path, framework="pt") for path in set(where.values())}
     for name, p in model.named_parameters():
         (names, shape), local, first = stored_as(name, p), p, 0
         if isinstance(p, DTensor):
-            place = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-            local, first = p.to_local(), place[1][0]
+            mine = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+            local, first = p.to_local(), mine[1][0]
         if len(names) > 1:  # a row is a whole expert, of one or two tensors
             rows = len(names) // len(p)
             blocks = local.view(len(local) * rows, *shape)
             for n, block in zip(names[first * rows :], blocks, strict=False):
-                block.copy_(files[where[n]].get_tensor(n))
+                block.copy_(opened[where[n]].get_tensor(n))
         elif len(local):
-            stored = files[where[names[0]]].get_slice(names[0])
+            stored = opened[where[names[0]]].get_slice(names[0])
             local.copy_(stored[first : first + len(local)].view_as(local))
 
 

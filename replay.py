@@ -15,8 +15,13 @@ function: an error of 1e-3 in a router logit can swap one expert, and the token'
 than rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token is no approximation of J_seq.
 Replay computes log-probs under recorded experts instead:
 
-    R2  vanilla routing replay   pi under e_pi_old                     repairs the second factor (staleness)
-    R3  rollout routing replay   pi and pi_old under e_mu              repairs both
+    R2  vanilla Routing Replay   pi under e_pi_old                     repairs the second factor (staleness)
+    R3  Rollout Routing Replay   pi and pi_old under e_mu              repairs both
+
+R3 in one pass alone breaks what it should repair. With pi under e_mu but pi_old under the router's own experts,
+pi/pi_old is not 1 even where theta is theta_old: the mask cuts tokens whose experts flipped, as if training had moved
+them, objectives that weigh by pi/pi_old weigh wrongly, and KL[mu||pi_old] shows no repair. (MiniRL's weight pi/mu has
+no pi_old in it and stays right.)
 
 Gates are always recomputed from the live router logits (moe.py), so the router still learns. The price is a bias: the
 policy that is optimized is the replayed one. Which one that is (paper, Table 1):
@@ -27,34 +32,42 @@ policy that is optimized is the replayed one. Which one that is (paper, Table 1)
 
 Positions: experts[b, t] are the experts used when token t is the *input*; they shape the log-prob of token t + 1.
 vLLM's record has a row for every input, prompt included: the P + R - 1 tokens before the last sampled one, which was
-never fed back. So row i belongs to position i, and the last position has no record (-1: the live router), which
-reaches no loss.
+never fed back. So row i belongs to position i, without a shift, and the last position has no record (-1: the router's
+choice): the last token is trained, by the record of the position before it, but nothing is predicted at its own. That
+is `align_routes`. The shift by one is where a hidden state becomes a log-prob: train.logprobs takes the head's inputs
+from t - 1. Whoever asks which experts made a response token's log-prob must shift the mask likewise: the `inputs` of
+`routing_agreement`.
 
-Letters: P prompt and R response tokens, T positions, L layers (dense ones too), E experts, K experts per token.
+Letters: P prompt and R response tokens of a sequence, T positions, L layers (dense ones too), E experts, K experts per
+token.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-MODES = ("none", "R2", "R3")
+
+def routes_for_pi_old(mode: str, e_mu: Tensor | None) -> Tensor | None:
+    """The experts under which pi_old is computed in a pass of its own: e_mu for R3, else None, the router's (e_pi_old).
+
+    A step's first mini-batch needs no such pass: its pi is pi_old, and recorded as such (train.update).
+    """
+    return e_mu if mode == "R3" else None  # Eq. 5, its first factor
 
 
-def routes_for_old(mode: str, rollout: Tensor | None) -> Tensor | None:
-    """The experts under which pi_old is computed: e_mu for R3, else None, the live router (e_pi_old)."""
-    return rollout if mode == "R3" else None  # Eq. 5, its first factor
+def routes_for_pi(mode: str, e_mu: Tensor | None, e_pi_old: Tensor | None) -> Tensor | None:
+    """The experts under which pi is computed: e_mu for R3, e_pi_old for R2, else None, the router's (e_pi).
 
-
-def routes_for_new(mode: str, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
-    """The experts under which pi is computed: e_mu for R3, e_pi_old for R2, else None, the live router (e_pi)."""
-    return {"R3": rollout, "R2": old, "none": None}[mode]  # Eq. 5, its second factor
+    In the first mini-batch R2 has no e_pi_old yet, and none is needed: there e_pi is e_pi_old (Table 1).
+    """
+    return {"R3": e_mu, "R2": e_pi_old, "none": None}[mode]  # Eq. 5, its second factor
 
 
 def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] = ()) -> Tensor:
     """vLLM's record (P + R - 1, L, K) laid on the positions of prompt + response -> (length, L, K) int16.
 
-    -1 where there is no record: the last position, anything after it, and `dense_layers`, for which the engine stores
-    meaningless ids. Raises ValueError unless the record covers exactly the inputs, length - 1 positions.
+    -1 where there is no record: the last position, and `dense_layers`, for which the engine stores meaningless ids.
+    Raises ValueError unless the record covers exactly the inputs, length - 1 positions.
     """
     rows = len(routed)
     if routed.ndim != 3 or rows != length - 1:
@@ -62,7 +75,8 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
             f"routes of shape {routed.shape} for {length} tokens, expected {length - 1} rows"
         )
     out = torch.full((length, *routed.shape[1:]), -1, dtype=torch.int16)
-    out[:rows] = torch.from_numpy(routed.astype(np.int64).clip(-2, 32767).astype(np.int16))
+    ids = routed.astype(np.int64).clip(-2, 32767)  # so that no bad id wraps around to a good one
+    out[:rows] = torch.from_numpy(ids.astype(np.int16))
     out[:, list(dense_layers)] = -1
     return out
 
@@ -109,25 +123,28 @@ def check_routes(experts: Tensor, num_experts: int) -> None:
         )
 
 
-def routing_agreement(experts_a: Tensor, experts_b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """How often two engines choose the same set of experts: experts (B, T, L, K), mask (B, T).
+def routing_agreement(
+    experts_a: Tensor, experts_b: Tensor, inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How often two engines choose the same set of experts: experts (B, T, L, K), inputs (B, T) bool.
 
-    Returns the share of tokens with equal sets, a layer at a time (L,) float64, NaN where there is nothing to compare
-    (dense layers), and the share of tokens with at least one differing layer (0-d).
+    `inputs` says which positions count: those *before* a response token, not those of response tokens. Returns the
+    share of them with equal sets, a layer at a time (L,) float64, NaN where there is nothing to compare (dense layers),
+    and the share with at least one differing layer (0-d).
     """
-    hits, out_of = agreement_counts(experts_a, experts_b, mask)
+    hits, out_of = agreement_counts(experts_a, experts_b, inputs)
     shares = hits / out_of
     return shares[:-1], shares[-1]
 
 
-def agreement_counts(experts_a: Tensor, experts_b: Tensor, mask: Tensor) -> Tensor:
+def agreement_counts(experts_a: Tensor, experts_b: Tensor, inputs: Tensor) -> Tensor:
     """routing_agreement as counts, which micro-batches and ranks may add up: (2, L + 1) float64.
 
-    Row 0 counts the tokens with equal sets in each layer and, last, those with a differing layer; row 1 the tokens
-    they are a share of. The order within K is not compared: vLLM's differs from the router's. Positions without a
+    Row 0 counts the positions with equal sets in each layer and, last, those with a differing layer; row 1 those they
+    are a share of. The order within K is not compared: vLLM's differs from the router's. Positions without a
     record (-1) in either are left out.
     """
-    a, b = (e[mask].sort(dim=-1).values for e in (experts_a, experts_b))  # (N, L, K)
+    a, b = (e[inputs].sort(dim=-1).values for e in (experts_a, experts_b))  # (N, L, K)
     same, known = (a == b).all(-1), (a[..., 0] >= 0) & (b[..., 0] >= 0)  # (N, L)
     flipped = (known & ~same).any(-1)
     hits = torch.cat([(same & known).sum(0), flipped.sum()[None]])

@@ -9,7 +9,7 @@ The life of a step, and what the accelerator holds in each phase beside the trai
               log-probs mu_old(y_t) and the experts e_mu
     sleep     CUDA graphs, buffers. Level 2: weights and KV cache are dropped, not kept on the host
     train     the same, gradients, activations. pi_old, then N updates of pi; the engine is idle
-    wake      engine weights, mapped again with undefined content: only a sync may follow
+    wake      engine weights, mapped again with undefined content, by the sync that follows
 
 mu is not pi_old although the weights are equal: other kernels, perhaps another precision, other
 batch shapes, other experts. So a `Rollout` holds what the engine says it did: the log-probs after
@@ -47,9 +47,7 @@ class Rollout:
     tokens: list[np.ndarray]  # B x (P_b + R_b,) int32; EOS is there only if the model emitted it
     prompt_lens: np.ndarray  # (B,) int32, P_b
     logp_rollout: list[np.ndarray]  # B x (R_b,) float32, log mu_old(y_t), NaN where unknown
-    routes: list[
-        np.ndarray | None
-    ]  # B x (P_b + R_b - 1, L, K), vLLM's own record (replay.py aligns it)
+    routes: list  # B x (P_b + R_b - 1, L, K), vLLM's own record, or None (replay.py aligns it)
     truncated: np.ndarray  # (B,) bool, ended by the length limit
     group_ids: np.ndarray  # (B,) int32, index of the prompt in the batch, never its text
     texts: list[str]  # B responses, special tokens skipped
@@ -79,9 +77,9 @@ class Rollout:
             parts[-1].append(row)
         return parts
 
-    def pack(self, rows: Sequence[int], adv: torch.Tensor) -> "MicroBatch":
-        """These rows, padded, with their advantages out of adv (B,), on the host. Routes must be
-        aligned. No rows give row 0 with nothing to learn: a pass that only takes part."""
+    def pack(self, rows: Sequence[int], experts: list, adv: torch.Tensor) -> "MicroBatch":
+        """These rows, padded, with their own of experts (B x (T_b, L, K)) and adv (B,), on the
+        host. No rows give row 0 with nothing to learn: a pass that only takes part."""
         mask_value, rows = bool(rows), rows or [0]
 
         def pad(pieces: list, value: float = 0) -> torch.Tensor:
@@ -97,7 +95,7 @@ class Rollout:
             mask=pad(mask) & mask_value,
             logp_rollout=pad(logp),
             adv=adv[rows],
-            experts_rollout=pad([self.routes[b] for b in rows], -1),
+            experts_rollout=pad([experts[b] for b in rows], -1),
         )
 
 
@@ -111,9 +109,11 @@ class MicroBatch:
     mask: torch.Tensor  # (B, T) bool, true on response tokens
     logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
     adv: torch.Tensor  # (B,) fp32
-    experts_rollout: torch.Tensor  # (B, T, L, K) int16, e_mu
+    experts_rollout: (
+        torch.Tensor
+    )  # (B, T, L, K) int16, e_mu; those at t shape the log-prob of t + 1
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old, once it is known
-    experts_old: torch.Tensor | None = None  # the same, e_pi_old (R3: given e_mu below it)
+    experts_old: torch.Tensor | None = None  # the same, theta_old's own choice: e_pi_old, unless R3
 
     def to(self, device: torch.device) -> "MicroBatch":
         known = {name: value for name, value in vars(self).items() if value is not None}

@@ -6,12 +6,13 @@
                 adv       A = R - mean of the group                                       group_advantages
                 old       log pi_old and e_pi_old, unless pi still is pi_old              old_logprobs
                 update    N times: log pi under replayed experts, MiniRL, clip, AdamW     update
-                log       a line, metrics.jsonl, samples.jsonl; evaluate and save if due  report
+                log       evaluate if due; a line, metrics.jsonl, samples.jsonl           report
+                save      a checkpoint, if due or a signal asks for it                    checkpoint
 
 One rank or many, it is the same path: Accelerate's FSDP2 shards each decoder layer; masters and Adam moments are fp32,
 compute is --precision. Each group of --rollout-tp ranks runs one engine, samples its share of the prompts and trains
-on what it sampled. Data order and sampling follow from (seed, step) alone, so a resumed run goes on as if never
-stopped.
+on what it sampled. Data order and sampling follow from (seed, step) alone, and weights and moments are all that a step
+hands to the next, so a resumed run goes on as if never stopped (guard.Watch alone, which stops it, starts anew).
 
     python train.py --model runs/cold-start --out runs/mine                    # the toy, on a CPU
     python train.py --model runs/cold-start --out runs/mine --resume auto      # go on after a stop
@@ -30,7 +31,7 @@ import time
 import traceback
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -126,7 +127,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
     """The exit code: 0, or 128 + the signal that asked to stop."""
     engine = make_engine(c, config, acc, data + held_out)  # first: vLLM measures the free memory
     model = optimizer = None
-    if folder or engine.stale or not c.eval_only:  # else all weights are in the engine
+    if folder or engine.stale or not c.eval_only:  # else the engine has all weights, as loaded
         model, optimizer = make_model(c, config, acc)
     begin = checkpoint.resume(model, optimizer, folder, c, acc)
     if c.eval_only:
@@ -137,7 +138,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
     signals, watch, seconds = guard.Signals(), guard.Watch(c.max_bad_steps), defaultdict(float)
     bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
     for step in bar:
-        set_seed((c.seed + step) % 2**32)  # nothing here draws from it; what a fork draws resumes
+        set_seed((c.seed + step) % 2**32)  # nothing here draws from it; a fork may
         examples = engine.examples(step) if c.load_rollouts else pick(data, step, c)
         with phase(seconds, "sync"):
             engine.sync(moe.hf_weights(model, engine.dtype))  # theta -> theta_old
@@ -146,14 +147,14 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
             engine.sleep()
             handover.save(step, batch, examples, c, acc)
             acc.wait_for_everyone()  # the slowest engine's time is everyone's
-        batch, dropped = usable(batch, config)
+        batch, experts, dropped = usable(batch, config)
         adv = advantages(batch, c)
-        minibatches = split(batch, adv, c, acc)
+        minibatches = split(batch, experts, adv, c, acc)
         with phase(seconds, "old"):
             old_logprobs(model, minibatches[1:], c, acc)  # in the first one pi is pi_old
         with phase(seconds, "update"):
-            for n, minibatch in enumerate(minibatches):
-                update(model, optimizer, minibatch, step * c.minibatches + n, c, acc)
+            for minibatch in minibatches:
+                update(model, optimizer, minibatch, c, acc)
         if held_out and due(c.eval_every, step, c):
             with phase(seconds, "eval"):
                 evaluation(engine, model, held_out, step + 1, c, acc)
@@ -161,7 +162,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
             step, examples, batch, adv, minibatches, dropped, seconds, c, acc, bar
         )
         seconds.clear()
-        del minibatches  # or it would stay through the next rollout
+        del experts, minibatches  # or they would stay through the next rollout
         watch.check(row)
         asked = signals.asked()
         if asked or due(c.save_every, step, c):
@@ -202,7 +203,8 @@ def phase(seconds: dict[str, float], name: str):
 
 
 def prepare(c: Config) -> tuple[moe.MoEConfig, list[dict], list[dict], Path | None]:
-    """What a run starts from. All that can be wrong with flags and files shows here, before an engine starts."""
+    """What a run starts from; c.model becomes a folder, if it was a name. All that can be wrong with flags and files
+    shows here, before an engine starts."""
     flags.check(c, *(int(os.environ.get(f"{on}WORLD_SIZE", 1)) for on in ("", "LOCAL_")))
     if not c.load_rollouts and not importlib.util.find_spec("vllm"):
         raise ValueError("vLLM is not installed; launch/setup.sh installs it")
@@ -310,24 +312,24 @@ def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, sampling=
     return batch if batch.rewards is not None else rewards.score(batch, examples, c)
 
 
-def usable(batch: rollout.Rollout, config: moe.MoEConfig) -> tuple[rollout.Rollout, int]:
-    """The responses with sound log-probs and routes, routes laid on positions; and how many were dropped.
+def usable(batch: rollout.Rollout, config: moe.MoEConfig):
+    """The responses with sound log-probs and routes; their experts e_mu, each (T, L, K) int16; how many were dropped.
 
     Raises guard.Stopped when none is sound: then it is a setting and no accident.
     """
     lengths, records = [len(tokens) for tokens in batch.tokens], models.records(batch, config)
-    routes, why = replay.align_and_check(records, lengths, config.num_experts, config.dense_layers)
+    experts, why = replay.align_and_check(records, lengths, config.num_experts, config.dense_layers)
     sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
-    rows = [b for b in range(len(batch)) if sound[b] and routes[b] is not None]
+    rows = [b for b in range(len(batch)) if sound[b] and experts[b] is not None]
     if not rows:
         raise guard.Stopped(f"no response can be trained on: {why or 'log-probs are not finite'}")
-    return replace(batch, routes=routes).select(rows), len(batch) - len(rows)
+    return batch.select(rows), [experts[b] for b in rows], len(batch) - len(rows)
 
 
 def advantages(batch: rollout.Rollout, c: Config) -> Tensor:
-    rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
-    std_norm = loss.OBJECTIVES[c.objective][2]
-    return loss.group_advantages(rewards, group_ids, std_norm)  # (B,)
+    """A of each response, (B,)."""
+    R, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+    return loss.group_advantages(R, group_ids, std_norm=loss.OBJECTIVES[c.objective][2])
 
 
 # --- training
@@ -347,7 +349,7 @@ class MiniBatch:
     measured: list[dict] = dataclasses.field(default_factory=list)  # one for each micro-batch
 
 
-def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> list[MiniBatch]:
+def split(batch: rollout.Rollout, experts, adv, c: Config, acc: Accelerator) -> list[MiniBatch]:
     """N mini-batches of whole groups, each cut into micro-batches: the same sets on any number of ranks.
 
     A rank with fewer micro-batches than another gets empty ones, since each pass is a collective.
@@ -360,7 +362,7 @@ def split(batch: rollout.Rollout, adv: Tensor, c: Config, acc: Accelerator) -> l
         mine_n = (len(rows), sum(len(batch.logp_rollout[b]) for b in rows), len(parts))
         responses, tokens, passes = zip(*gather_object([mine_n]), strict=True)  # over ranks
         parts += [[]] * (max(passes) - len(parts))
-        micro = [batch.pack(part, adv) for part in parts]
+        micro = [batch.pack(part, experts, adv) for part in parts]
         minibatches.append(MiniBatch(micro, sum(responses), sum(tokens)))
     return minibatches
 
@@ -372,54 +374,55 @@ def logprobs(
 
     The hidden state of t - 1 predicts token t; only those of response tokens pass through the head.
     """
-    hidden, live = model(micro.tokens, micro.lengths, experts, live=True)
+    hidden, chosen = model(micro.tokens, micro.lengths, experts, live=True)
     at = micro.mask[:, 1:]  # (B, T - 1)
     values = model.logprobs(hidden[:, :-1][at], micro.tokens[:, 1:][at], c.temperature)
     blank = torch.zeros(micro.mask.shape, device=hidden.device)
     logp, entropy = (blank.masked_scatter(micro.mask, v) for v in values)
-    return logp, entropy, live
+    return logp, entropy, chosen
 
 
 @torch.no_grad()
 def old_logprobs(model, minibatches: list[MiniBatch], c: Config, acc: Accelerator) -> None:
     """log pi_old and e_pi_old of these mini-batches: the weights that sampled, in the training engine."""
     for micro in report.progress([z for m in minibatches for z in m.micro], "old", acc):
-        here = micro.to(acc.device)
-        experts = replay.routes_for_old(c.replay, here.experts_rollout)
-        logp, _, live = logprobs(model, here, experts, c)
-        micro.logp_old, micro.experts_old = logp.cpu(), live.cpu()
+        here = micro.to(acc.device)  # a copy; what it finds is kept on the host
+        experts = replay.routes_for_pi_old(c.replay, here.experts_rollout)
+        logp, _, chosen = logprobs(model, here, experts, c)
+        micro.logp_old, micro.experts_old = logp.cpu(), chosen.cpu()
 
 
-def update(model, optimizer, batch: MiniBatch, number: int, c: Config, acc: Accelerator) -> None:
-    """One gradient update, the run's number-th; what it measures stays in the mini-batch.
+def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) -> None:
+    """One gradient update; what it measures stays in the mini-batch.
 
     In the first mini-batch of a step theta is theta_old: pi is pi_old, and recording it here saves a pass.
     """
     objective, counted, _ = loss.OBJECTIVES[c.objective]
     takes = inspect.signature(objective).parameters
     knobs = {k: v for k, v in vars(c).items() if k in takes}
-    for micro in (m.to(acc.device) for m in report.progress(batch.micro, "update", acc)):
-        experts = replay.routes_for_new(c.replay, micro.experts_rollout, micro.experts_old)
-        logp, entropy, live = logprobs(model, micro, experts, c)
-        if number % c.minibatches == 0:
-            micro.logp_old, micro.experts_old = logp.detach(), live
-        policies, denom = (logp, micro.logp_old, micro.logp_rollout), getattr(batch, counted)
+    for micro in (m.to(acc.device) for m in report.progress(minibatch.micro, "update", acc)):
+        experts = replay.routes_for_pi(c.replay, micro.experts_rollout, micro.experts_old)
+        logp, entropy, chosen = logprobs(model, micro, experts, c)
+        if micro.logp_old is None:  # the first mini-batch
+            micro.logp_old, micro.experts_old = logp.detach(), chosen
+        policies = (logp, micro.logp_old, micro.logp_rollout)
+        denom = {"responses": minibatch.responses, "tokens": minibatch.tokens}[counted]
         value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **knobs)
         # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
         (value * acc.num_processes).backward()
-        batch.loss += float(value.detach())
-        batch.measured.append(report.measure(micro, logp.detach(), entropy, stats))
-    if not batch.responses:  # every response was dropped, on every rank: there is no gradient
+        minibatch.loss += float(value.detach())
+        minibatch.measured.append(report.measure(micro, logp.detach(), entropy, stats))
+    if not minibatch.responses:  # every response was dropped, on every rank: there is no gradient
         return
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
-    batch.grad_norm = float(norm.full_tensor())
-    whole = acc.reduce(torch.tensor([batch.loss], device=acc.device))  # the sum over ranks
-    numbers = {"loss": float(whole), "gradient": batch.grad_norm}
-    batch.skipped = next((name for name, x in numbers.items() if not math.isfinite(x)), "")
-    if batch.skipped:
+    minibatch.grad_norm = float(norm.full_tensor())
+    whole = acc.reduce(torch.tensor([minibatch.loss], device=acc.device))  # the sum over ranks
+    numbers = {"loss": float(whole), "gradient": minibatch.grad_norm}
+    minibatch.skipped = next((name for name, x in numbers.items() if not math.isfinite(x)), "")
+    if minibatch.skipped:
         optimizer.zero_grad()
         return
-    batch.lr = c.lr
+    minibatch.lr = c.lr
     if c.offload_optimizer:
         place_moments(optimizer, acc.device)
     optimizer.step()

@@ -193,17 +193,17 @@ def make_folder(name: str, out: Path, **changes) -> Path:
 
 
 def make_batch(config: moe.MoEConfig, n: int, mean: int, spread: bool) -> rollout.Rollout:
-    """n responses with random tokens; `spread` lengths are exponential, cut at four times the mean."""
+    """n responses with random tokens and routes; `spread` lengths are exponential, cut at four times the mean."""
     rng = np.random.default_rng(0)
     share = -np.log1p(-(np.arange(n) + 0.5) / n) if spread else np.ones(n)
     lengths = rng.permutation(np.clip(share * mean, PROMPT + 2, 4 * mean).astype(int))
     L, E, K = config.num_hidden_layers, config.num_experts, config.num_experts_per_tok
-    routes = [rng.random((t, L, E)).argsort(-1)[..., :K].astype(np.int16) for t in lengths]
+    routes = [rng.random((t - 1, L, E)).argsort(-1)[..., :K].astype(np.uint8) for t in lengths]
     return rollout.Rollout(
         tokens=[rng.integers(2, config.vocab_size, t, np.int32) for t in lengths],
         prompt_lens=np.full(n, PROMPT, np.int32),
         logp_rollout=[np.full(t - PROMPT, -math.log(config.vocab_size), np.float32) for t in lengths],
-        routes=[torch.from_numpy(r) for r in routes],
+        routes=routes,
         truncated=np.zeros(n, bool),
         group_ids=np.arange(n, dtype=np.int32) // 8,
         texts=[""] * n,
@@ -231,17 +231,19 @@ class Ours:
             self.take(batch)
 
     def take(self, batch: rollout.Rollout) -> "Ours":
-        (self.batch,) = train.split(batch, draw_advantages(len(batch)), self.c, self.acc)
+        batch, experts, _ = train.usable(batch, self.config)
+        adv = draw_advantages(len(batch))
+        (self.batch,) = train.split(batch, experts, adv, self.c, self.acc)
         return self
 
     def step(self) -> None:
         self.model.zero_grad()
         batch = replace(self.batch, measured=[], loss=0.0)
-        train.update(self.model, KEEP, batch, 0, self.c, self.acc)
+        train.update(self.model, KEEP, batch, self.c, self.acc)
 
     def old(self) -> None:
-        for micro in self.batch.micro:
-            train.old_logprobs(self.model, replace(micro), self.c, self.acc)
+        batch = replace(self.batch, micro=[replace(micro) for micro in self.batch.micro])
+        train.old_logprobs(self.model, [batch], self.c, self.acc)
 
     def forward(self) -> None:
         for micro in self.batch.micro:
@@ -267,7 +269,10 @@ class Theirs:
         logging.disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         self.batch, self.amp, self.device = batch, amp, device
-        self.adv = draw_advantages(len(batch))
+        self.experts, self.adv = (
+            [torch.empty(len(t), 0, 0) for t in batch.tokens],
+            draw_advantages(len(batch)),
+        )
         self.settings = ("sdpa", "grouped_mm", len(batch))
 
     def use(self, settings: tuple[str, str, int]) -> "Theirs":
@@ -294,7 +299,7 @@ class Theirs:
     def step(self) -> None:
         self.model.zero_grad()
         for rows in np.array_split(np.arange(len(self.batch)), len(self.batch) // self.settings[2]):
-            micro = self.batch.pack(list(rows), self.adv).to(self.device)
+            micro = self.batch.pack(list(rows), self.experts, self.adv).to(self.device)
             logp = self.logp(micro)
             mu, mask = micro.logp_rollout[:, PROMPT:], micro.mask[:, PROMPT:]
             policies = (logp, logp.detach(), mu)
@@ -412,7 +417,9 @@ def agreement(ours: Ours, theirs: Theirs) -> dict[str, float]:
     mine, reference = ours.gradients(), theirs.gradients()
     square = sum(float((mine[k].float() - g.float()).norm()) ** 2 for k, g in reference.items())
     size = sum(float(g.float().norm()) ** 2 for g in reference.values())
-    micro = theirs.batch.pack(range(len(theirs.batch)), theirs.adv).to(theirs.device)
+    micro = theirs.batch.pack(range(len(theirs.batch)), theirs.experts, theirs.adv).to(
+        theirs.device
+    )
     with torch.no_grad():
         gap = (ours.logp(micro)[:, PROMPT:] - theirs.logp(micro)) * micro.mask[:, PROMPT:]
     found = {"gradient_gap": (square / size) ** 0.5, "logp_gap": float(gap.abs().max())}

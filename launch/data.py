@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -100,11 +99,6 @@ def tokenize(example: dict, model_dir: str | Path, template: str) -> list[int]:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     return tokenizer.encode("\n".join(turn["content"] for turn in chat))
-
-
-def encode(model_dir: str | Path, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of plain texts by the folder's tokenizer."""
-    return [tokenizer_of(model_dir).encode(text) for text in texts]
 
 
 @lru_cache(maxsize=2)

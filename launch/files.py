@@ -18,14 +18,16 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def settings(folder: str | Path) -> dict:
-    """config.json. ValueError where it cannot be read, or is no JSON object."""
+    """config.json. ValueError names the file where it cannot be read, or is no JSON object."""
     path = Path(folder) / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from None
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError(f"{path}: not a JSON object")
     return found
 
 
@@ -60,10 +62,9 @@ def headers(folder: str | Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Name -> (file, shape) of each tensor in a folder, by the files' headers; less an lm_head that config.json ties
     to the embedding. Raises ValueError naming the file that is missing, cut off or no such file."""
     folder, files, found = Path(folder), {ONE_FILE}, {}
-    path = folder / "config.json"
+    tied = settings(folder).get("tie_word_embeddings")
+    path = folder / INDEX
     try:
-        tied = settings(folder).get("tie_word_embeddings")
-        path = folder / INDEX
         if path.exists():
             files = set(json.loads(path.read_text())["weight_map"].values())
         for path in (folder / file for file in sorted(files)):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from launch import guard
+from launch import guard, models
 from rollout import Rollout
 
 
@@ -85,10 +85,10 @@ def files(folder: str | Path, step: int) -> list[Path]:
     return found
 
 
-def check(c, config, checkpoint: Path | None) -> None:
+def check(c, config, begun: Path | None) -> None:
     """ValueError unless --save-rollouts can be written and holds no other run, and --load-rollouts has the steps from
     the checkpoint on, the first sampled by such a model at this temperature."""
-    begin = int(checkpoint.name[5:]) if checkpoint else 0
+    begin = int(begun.name[5:]) if begun else 0
     if c.save_rollouts:
         try:
             Path(c.save_rollouts).mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def check(c, config, checkpoint: Path | None) -> None:
     if a["temperature"] != c.temperature:
         raise ValueError(f"--temperature {c.temperature}: {found} has {a['temperature']}")
     shape = (config.num_hidden_layers, config.num_experts_per_tok)
-    shape = (0, 0) if len(config.dense_layers) == config.num_hidden_layers else shape
+    shape = shape if models.routed(config) else (0, 0)
     if a["tokens"].max() >= config.vocab_size or a["routes"].shape[1:] != shape:
         raise ValueError(f"--load-rollouts {found}: sampled from another model than {c.model}")
 

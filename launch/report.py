@@ -55,13 +55,15 @@ def announce(model: torch.nn.Module, c, acc: Accelerator) -> None:
 
 def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
     """What a step's line is made of, in forms that add up over micro-batches and ranks."""
-    used = F.pad(micro.mask[:, 1:], (0, 1))  # the inputs that predict a response token
+    inputs = F.pad(micro.mask[:, 1:], (0, 1))  # the positions that predict a response token
     stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
     gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
     return {
         "stats": {k: v.cpu() for k, v in stats.items()},
         "gaps": gaps.tolist(),
-        "agreement": replay.agreement_counts(micro.experts_rollout, micro.experts_old, used).cpu(),
+        "agreement": replay.agreement_counts(
+            micro.experts_rollout, micro.experts_old, inputs
+        ).cpu(),
     }
 
 
@@ -125,18 +127,7 @@ def write_step(
     if not acc.is_main_process:
         return m
     append(Path(c.out) / "metrics.jsonl", m)
-    for g in sorted(set(batch.group_ids.tolist()))[:2]:
-        rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
-        for b in (rows[-1], rows[0]):
-            texts = {
-                "prompt": examples[g]["prompt"],
-                "response": batch.texts[b],
-                "answer": examples[g]["answer"],
-            }
-            append(
-                Path(c.out) / "samples.jsonl",
-                {"step": step, "reward": float(batch.rewards[b]), **texts},
-            )
+    write_samples(step, examples, batch, c)
     line = "reward {reward_mean:.3f}  KL {kl_rollout_train:+.1e}  k3 {kl_rollout_train_k3:.1e}  entropy {entropy:.3f}"
     line += "  flips {routing_flip_frac:6.1%}  length {length_mean:.0f}  tok/s {rollout_tokens_per_s:5.0f}"
     bar.set_postfix_str(
@@ -151,6 +142,17 @@ def write_step(
         wrong += f"  left out {m['skipped_updates']} updates: {what} not finite"
     bar.write(f"step {step:4d}  {line.format(**m)}  clip {clipped:.4f}{wrong}  {total:.1f} s")
     return m
+
+
+def write_samples(step: int, examples: list[dict], batch, c) -> None:
+    """The best and the worst response to the first two prompts."""
+    for g in sorted(set(batch.group_ids.tolist()))[:2]:
+        rows = sorted(np.flatnonzero(batch.group_ids == g), key=lambda b: batch.rewards[b])
+        prompt, answer = examples[g]["prompt"], examples[g]["answer"]
+        for b in (rows[-1], rows[0]):
+            sample = {"step": step, "reward": float(batch.rewards[b]), "prompt": prompt}
+            sample |= {"response": batch.texts[b], "answer": answer}
+            append(Path(c.out) / "samples.jsonl", sample)
 
 
 def progress(items: list, what: str, acc: Accelerator) -> tqdm:

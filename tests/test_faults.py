@@ -24,13 +24,13 @@ from test_train import launch, rows
 import rollout
 from launch import checkpoint, grade, guard
 
-SABOTAGE = "import sys, os, signal, resource, train; exec(sys.argv.pop(1)); train.main()"
+SABOTAGE = "import itertools, sys, os, signal, resource, train; exec(sys.argv.pop(1)); train.main()"
 BEFORE = """
 def after_update(act):
-    update = train.update
-    def sabotaged(model, optimizer, batch, number, *rest):
-        update(model, optimizer, batch, number, *rest)
-        act(number)
+    update, made = train.update, itertools.count(1)  # the run goes on from step 1
+    def sabotaged(*arguments):
+        update(*arguments)
+        act(next(made))
     train.update = sabotaged
 """
 
@@ -74,7 +74,7 @@ def test_a_signal_to_all_ranks_is_one_signal(run):
     """
     flags, folder = run
     (script := folder / "both.py").write_text(
-        f"import os, signal, train\n{BEFORE}\n"
+        f"import itertools, os, signal, train\n{BEFORE}\n"
         "after_update(lambda n: n == 2 and [os.kill(os.getpid(), signal.SIGTERM) for _ in (1, 2)])\n"
         "train.main()"
     )

@@ -232,7 +232,7 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
     is routing alone. R3 makes the first factor exactly 1; replay on one side only (TRAPS 8) makes the second one wrong.
     Not luck: bitwise equality, after asserting that routes and log-probs differ without replay.
     Catches pi and pi_old under different rules.
-    Mutation: routes_for_old gives None for R3 too (replay in one pass only).
+    Mutation: routes_for_pi_old gives None for R3 too (replay in one pass only).
     """
     policy, logp_fp8, e_mu = small_moe()
     mask = policy.mask
@@ -247,13 +247,15 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
             assert (first - 1).abs().max() > 0.01 and (second - 1).abs().max() > 0.01
 
         for mode in (
-            replay.MODES
+            "none",
+            "R2",
+            "R3",
         ):  # at theta = theta_old, against the engine that differs in its routes only
-            old, recorded = policy(replay.routes_for_old(mode, e_mu))
-            new, _ = policy(replay.routes_for_new(mode, e_mu, recorded))
+            old, recorded = policy(replay.routes_for_pi_old(mode, e_mu))
+            new, _ = policy(replay.routes_for_pi(mode, e_mu, recorded))
             assert torch.equal(old, logp_rollout) == (mode == "R3"), mode
             assert torch.equal(new, old), mode
-        one_sided, _ = policy(replay.routes_for_new("R3", e_mu, e_old))
+        one_sided, _ = policy(replay.routes_for_pi("R3", e_mu, e_old))
         assert (one_sided - logp_old).abs().max() > 0.01
 
 
@@ -487,16 +489,16 @@ def test_table_1_which_target_policy_replay_optimizes():
 
     Not luck: equality is bit for bit over all responses, and the differences are of log-probs, at tokens whose experts
     were asserted to differ. Catches R2 that records mu's experts, R3 that falls back to the live router.
-    Mutation: routes_for_new gives R2 the rollout's experts.
+    Mutation: routes_for_pi gives R2 the rollout's experts.
     """
     policy, _, e_mu = small_moe()
     mask = policy.mask
     with torch.no_grad():
-        logp_old, e_old = policy(replay.routes_for_old("R2", e_mu))
+        logp_old, e_old = policy(replay.routes_for_pi_old("R2", e_mu))
         for number, pi in (("first", policy), ("second", update(policy, logp_old))):
             live, e_pi = pi()
             for mode in ("R2", "R3"):
-                target, _ = pi(replay.routes_for_new(mode, e_mu, e_old))
+                target, _ = pi(replay.routes_for_pi(mode, e_mu, e_old))
                 if (mode, number) == ("R2", "first"):
                     assert torch.equal(target, live) and torch.equal(e_pi, e_old)
                 else:

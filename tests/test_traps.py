@@ -235,8 +235,9 @@ def test_an_unsound_response_leaves_the_batch_and_is_counted(tiny, name):
     """
     config = moe.MoEConfig.from_pretrained(tiny())
     field, value = UNSOUND[name]
-    batch, dropped = train.usable(responses(**{field: (1, value)}), config)
+    batch, experts, dropped = train.usable(responses(**{field: (1, value)}), config)
     assert dropped == 1 and len(batch) == 3
+    assert [int(e[0, 0, 0]) for e in experts] == [0, 0, 0] and len(experts[0]) == 5
     assert batch.texts == ["a", "c", "d"] and batch.group_ids.tolist() == [0, 1, 1]
     assert batch.rewards.tolist() == [1, 1, 0]
     assert [float(z[0]) for z in batch.logp_rollout] == [-1, -3, -4]
