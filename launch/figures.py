@@ -33,11 +33,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "launch" / "results", ROOT / "runs" / "figures"
-UPDATES, UPDATE_SECONDS, START_SECONDS = (
-    320,
-    0.35,
-    15.0,
-)  # of a run; seconds for --budget, 2 jobs on 2 cores
+UPDATES = 320  # of a run
+# for --budget: of a run, two at once on 2 cores, and of cold_start.py
+UPDATE_SECONDS, START_SECONDS, COLD_START_SECONDS = 0.4, 15.0, 70.0
 BIN = 8  # updates that are one point of a recorded series: a step of N = 8, eight of N = 1
 REGIME = "--rollout-dtype int4 --max-new-tokens 64 --group-size 8"
 PROMPTS = 4  # of a mini-batch
@@ -49,12 +47,14 @@ ROWS = {  # metric -> label, logarithmic axis
     "first_order_gap": ("first-order gap, median", True),
 }
 RATE = "--lr 2e-4"
-R2, R3, NO_CLIP = "--replay R2", "--replay R3", "--no-clip"
-ABLATIONS = {"MiniRL": "", "+ length-norm": "--length-norm", "w/o train-infer-IS": "--no-is-correction"}  # fmt: skip
+R2, R3, NO_CLIP, NO_IS = "--replay R2", "--replay R3", "--no-clip", "--no-is-correction"
+ON_POLICY = {
+    "MiniRL": "", "+ length-norm": "--length-norm", "w/o train-infer-IS": NO_IS,
+    "MiniRL, R3": R3, "+ length-norm, R3": f"--length-norm {R3}", "w/o train-infer-IS, R3": f"{NO_IS} {R3}",
+}  # fmt: skip
 OFF_POLICY = {"no clip": NO_CLIP, "R2, no clip": f"{R2} {NO_CLIP}", "R2": R2, "R3": R3}
-
-
-PAPER = ("1", "2", "3", "4", "5", "beyond")
+STARTS = {style: f"{R2} --model runs/cold-start-{style}" for style in ("columns", "places", "running")}  # fmt: skip
+OTHERS = {"MiniRL": "", "GRPO": "--objective grpo", "CISPO": "--objective cispo"}
 
 
 class Figure(NamedTuple):
@@ -64,53 +64,26 @@ class Figure(NamedTuple):
     recipes: dict[str, str]  # name -> flags of train.py
 
 
-def tried(recipes: dict[str, str], rates: tuple[str, ...]) -> dict[str, str]:
-    return {
-        f"{name}, lr {r}": f"{z} --lr {r}".strip() for r in rates for name, z in recipes.items()
-    }
+def tried(recipes: dict[str, str]) -> dict[str, str]:
+    rates = ("1e-4", "2e-4", "4e-4")
+    return {f"{name}, lr {r}": f"{z} --lr {r}".strip() for r in rates for name, z in recipes.items()}  # fmt: skip
 
 
 FIGURES = {
-    "1": Figure(
-        "Fig. 1, on-policy (N = 1)",
-        5,
-        1,
-        ABLATIONS | {f"{name}, R3": f"{z} {R3}".strip() for name, z in ABLATIONS.items()},
-    ),
+    "1": Figure("Fig. 1, on-policy (N = 1)", 5, 1, ON_POLICY),
     "2": Figure("Fig. 2, N = 2", 3, 2, OFF_POLICY),
     "3": Figure("Fig. 3, N = 4", 3, 4, OFF_POLICY),
     "4": Figure("Fig. 4, N = 8", 5, 8, OFF_POLICY),
-    "5": Figure(
-        "Fig. 5, three cold starts (N = 2, R2)",
-        3,
-        2,
-        {
-            style: f"{R2} --model runs/cold-start-{style}"
-            for style in ("columns", "places", "running")
-        },
-    ),
-    "beyond": Figure(
-        "Beyond the paper: GRPO and CISPO (N = 8)",
-        3,
-        8,
-        {"MiniRL": "", "GRPO": "--objective grpo", "CISPO": "--objective cispo"},
-    ),
+    "5": Figure("Fig. 5, three cold starts (N = 2, R2)", 3, 2, STARTS),
+    "beyond": Figure("Beyond the paper: GRPO and CISPO (N = 8)", 3, 8, OTHERS),
     "grid1": Figure(
-        "Regimes tried, N = 1",
-        1,
-        1,
-        tried(
-            {"MiniRL": "", "w/o train-infer-IS": ABLATIONS["w/o train-infer-IS"]},
-            ("1e-4", "2e-4", "4e-4"),
-        ),
-    ),
+        "Learning rates tried, N = 1", 1, 1, tried({"MiniRL": "", "w/o train-infer-IS": NO_IS})
+    ),  # fmt: skip
     "grid8": Figure(
-        "Regimes tried, N = 8",
-        1,
-        8,
-        tried({"no clip": NO_CLIP, "R2": R2, "R3": R3}, ("1e-4", "2e-4", "4e-4")),
-    ),
+        "Learning rates tried, N = 8", 1, 8, tried({"no clip": NO_CLIP, "R2": R2, "R3": R3})
+    ),  # fmt: skip
 }
+PAPER = ("1", "2", "3", "4", "5", "beyond")  # what "all" makes
 
 
 # --- the runs
@@ -167,7 +140,7 @@ def mean_of(values: list) -> float | None:
 
 def budget(minutes: float, recipes: int, seeds: int, jobs: int) -> tuple[int, int]:
     """Seeds and updates that fit: fewer seeds before fewer than 160 updates."""
-    of_a_run = minutes * 60 * jobs / recipes
+    of_a_run = (minutes * 60 - COLD_START_SECONDS) * jobs / recipes
     seeds = max(1, min(seeds, int(of_a_run / (START_SECONDS + 160 * UPDATE_SECONDS))))
     fit = min(UPDATES, (of_a_run / seeds - START_SECONDS) / UPDATE_SECONDS)
     return seeds, max(4 * BIN, int(fit) // BIN * BIN)
@@ -225,22 +198,36 @@ def diverged(r: dict) -> bool:
 
 
 def summary(results: dict) -> dict[str, dict]:
-    """Recipe -> over its seeds: reward of the first two and last five points (mean, least, largest), KL and agreement
-    at the end (mean), and how many runs diverged."""
+    """Recipe -> over its seeds: reward of the first two and of the last five points (mean, least, largest), the best
+    five in a row (mean), KL and agreement at the end (mean), and how many runs diverged."""
     table = {}
     for recipe in dict.fromkeys(r["recipe"] for r in results["runs"]):
         runs = [r for r in results["runs"] if r["recipe"] == recipe]
-        ends = [np.mean(r["series"]["reward_mean"][-5:]) for r in runs]
-        begins = [np.mean(r["series"]["reward_mean"][:2]) for r in runs]
-        last = {
-            m: float(np.mean([np.mean(known(r["series"][m][-5:])) for r in runs])) for m in ROWS
-        }
+        rewards = [r["series"]["reward_mean"] for r in runs]
+        ends = [np.mean(z[-5:]) for z in rewards]
+        best = [max(np.mean(z[i : i + 5]) for i in range(max(1, len(z) - 4))) for z in rewards]
+        last = {m: float(np.mean([np.mean(known(r["series"][m][-5:])) for r in runs])) for m in ROWS}  # fmt: skip
         table[recipe] = {
-            "seeds": len(runs), "begin": float(np.mean(begins)), "end": float(np.mean(ends)),
-            "least": float(min(ends)), "largest": float(max(ends)), "diverged": sum(map(diverged, runs)),
+            "seeds": len(runs), "begin": float(np.mean([np.mean(z[:2]) for z in rewards])),
+            "best": float(np.mean(best)), "end": float(np.mean(ends)), "least": float(min(ends)),
+            "largest": float(max(ends)), "diverged": sum(map(diverged, runs)),
             "kl": last["kl_rollout_train_k3"], "agreement": last["routing_agreement"],
         }  # fmt: skip
     return table
+
+
+HEAD = "| figure | recipe | reward: first | best | last [range over seeds] | KL (k3) | agreement | diverged |"
+
+
+def rows(results: dict) -> list[str]:
+    """The table, in Markdown, as README has it."""
+    lines = []
+    for recipe, z in summary(results).items():
+        end = f"{z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
+        cells = [results["figure"], recipe, f"{z['begin']:.2f}", f"{z['best']:.2f}", end]
+        cells += [f"{z['kl']:.1e}", f"{z['agreement']:.3f}", f"{z['diverged']} of {z['seeds']}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def smooth(values: list) -> np.ndarray:
@@ -284,17 +271,6 @@ def warnings(runs: list[dict]) -> dict[str, int]:
     return table
 
 
-def print_table(results: dict) -> None:
-    print(
-        f"\n{results['title']}, {results['updates']} updates: mean reward at the beginning -> end [range over seeds]"
-    )
-    for recipe, z in summary(results).items():
-        line = f"  {recipe:28} {z['begin']:.2f} -> {z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
-        print(
-            f"{line}  KL {z['kl']:.1e}  agreement {z['agreement']:.3f}  diverged {z['diverged']} of {z['seeds']}"
-        )
-
-
 def draw(results: dict, out: Path) -> None:
     """Rows: metrics; a line a recipe, the mean over seeds, in the range over seeds."""
     figure, axes = plt.subplots(len(ROWS), 1, figsize=(7, 2.1 * len(ROWS)), sharex=True)
@@ -333,7 +309,12 @@ def main() -> None:
     for figure in PAPER if "all" in args.figures else args.figures:
         results = make(figure, args.budget, args.jobs, args.out)
         draw(results, args.out / f"figure_{figure}.png")
-        print_table(results)
+        print(
+            f"\n{results['title']}, {results['updates']} updates a run",
+            HEAD,
+            *rows(results),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """launch/figures.py: what it asks of train.py exists, its table is arithmetic on the committed JSON, README quotes that."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -11,22 +10,26 @@ from launch import figures, flags
 from train import Config
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
 RECORDED = sorted((ROOT / "launch" / "results").glob("figure_*.json"))
 
 
 def test_every_recipe_is_a_command_of_train():
     """The flags of each run parse and make sense, no two recipes of a figure are the same run, and Fig. 1 to 4 have the
-    paper's N and switches. Catches a renamed flag and a recipe that differs from another in name alone.
+    paper's N and switches; mini-batch and data are the same for each N. Catches a renamed flag and a recipe that differs
+    from another in name alone.
     """
-    for name, (_, seeds, recipes) in figures.FIGURES.items():
-        assert seeds >= (5 if name in "14" else 3)
+    for name, figure in figures.FIGURES.items():
+        assert figure.seeds >= (5 if name in "14" else 1 if "grid" in name else 3)
         runs = {}
-        for recipe, more in recipes.items():
-            c = Config.from_flags(shlex.split(f"{figures.REGIME} {more}"))
+        for recipe in figure.recipes:
+            argv = shlex.split(figures.command_of(name, recipe, 0, figures.UPDATES))
+            c = Config.from_flags(argv)
             flags.check(c, 1, 1)
             assert repr(c) not in runs, (recipe, runs[repr(c)])
             runs[repr(c)] = recipe
-            assert c.minibatches == {"1": 1, "2": 2, "3": 4, "4": 8, "5": 2, "beyond": 8}[name]
+            n = {"1": 1, "2": 2, "3": 4, "4": 8, "5": 2, "beyond": 8, "grid1": 1, "grid8": 8}[name]
+            assert c.minibatches == n and c.steps * n == 320 and c.prompts_per_step == 4 * n
             assert c.clip == ("no clip" not in recipe)
             assert c.is_correction == ("w/o train-infer-IS" not in recipe)
             assert c.replay == next((r for r in ("R2", "R3") if r in recipe or name == "5"), "none")
@@ -34,41 +37,75 @@ def test_every_recipe_is_a_command_of_train():
 
 @pytest.mark.parametrize("minutes", [5, 20, 90, 400])
 def test_budget_fits(minutes):
-    """Seeds and steps of Fig. 1 (6 recipes) by the driver's own estimate stay within the minutes, and use most of them
+    """Seeds and updates of Fig. 1 (6 recipes) by the driver's own estimate stay within the minutes, and use most of them
     unless the whole figure fits."""
-    seeds, steps = figures.budget(minutes, 6, 5, 2)
-    a_run = figures.START_SECONDS + steps * figures.STEP_SECONDS
-    assert 6 * seeds * a_run / 2 <= minutes * 60
-    assert (seeds, steps) == (5, figures.STEPS) or 6 * (seeds + 1) * a_run / 2 > 0.8 * minutes * 60
+    seeds, updates = figures.budget(minutes, 6, 5, 2)
+    a_run = figures.START_SECONDS + updates * figures.UPDATE_SECONDS
+    room = minutes * 60 - figures.COLD_START_SECONDS
+    assert 6 * seeds * a_run / 2 <= room
+    assert (seeds, updates) == (5, figures.UPDATES) or 6 * (seeds + 1) * a_run / 2 > 0.8 * room
 
 
-def made_up(rewards: list[list[float]], stopped: str = "") -> dict:
+def made_up(rewards: list[list[float]], stopped: str = "", **series) -> dict:
     runs = [
-        {"recipe": "R2", "seed": s, "stopped": stopped, "series": dict.fromkeys(figures.ROWS, z)}
+        {"recipe": "R2", "seed": s, "stopped": stopped, "series": dict.fromkeys(figures.ROWS, z) | series}
         for s, z in enumerate(rewards)
-    ]
-    return {"title": "t", "steps": len(rewards[0]), "runs": runs}
+    ]  # fmt: skip
+    return {"figure": "9", "runs": runs}
 
 
 def test_summary_by_hand():
-    """Two seeds, 0.4 to 0.8 and 0.4 to 0.1: mean 0.45 in [0.1, 0.8], one diverged; one that stopped counts as diverged."""
-    z = figures.summary(made_up([[0.4] * 5 + [0.8] * 10, [0.4] * 5 + [0.1] * 10]))["R2"]
-    found = [round(z[k], 9) for k in ("begin", "end", "least", "largest", "diverged", "seeds")]
-    assert found == [0.4, 0.45, 0.1, 0.8, 1, 2]
-    assert figures.summary(made_up([[0.4] * 15], "step 3: stopped"))["R2"]["diverged"] == 1
+    """Two seeds, 0.4 to 0.8 and 0.4 to 0.1: mean 0.45 in [0.1, 0.8], best (0.8 + 0.4) / 2, one diverged; one that
+    stopped counts as diverged. And the row that says so."""
+    results = made_up([[0.4] * 5 + [0.8] * 5, [0.4] * 5 + [0.1] * 5])
+    z = figures.summary(results)["R2"]
+    found = [round(z[k], 9) for k in ("begin", "best", "end", "least", "largest", "diverged")]
+    assert found == [0.4, 0.6, 0.45, 0.1, 0.8, 1] and z["seeds"] == 2
+    assert figures.summary(made_up([[0.4] * 10], "step 3: stopped"))["R2"]["diverged"] == 1
+    row = "| 9 | R2 | 0.40 | 0.60 | 0.45 [0.10, 0.80] | 4.5e-01 | 0.450 | 1 of 2 |"
+    assert figures.rows(results) == [row]
+
+
+def test_warnings_by_hand():
+    """The reward falls at point 10; the KL has tripled at point 7, the gap never: one collapse, one alarm, of the KL. And
+    a reward that stays, with both metrics tripled: two false alarms."""
+    reward, flat, risen = [0.8] * 10 + [0.0] * 5, [1e-3] * 15, [1e-3] * 5 + [1e-2] * 10
+    series = {"reward_mean": reward, "kl_rollout_train_k3": risen, "first_order_gap": flat}
+    (run,) = made_up([reward], **series)["runs"]
+    assert (figures.collapse(run), figures.alarm(run, "first_order_gap")) == (11, None)
+    assert figures.alarm(run, "kl_rollout_train_k3") == 5  # (1 + 1 + 10) / 3 > 3
+    (fine,) = made_up([flat], first_order_gap=risen, kl_rollout_train_k3=risen)["runs"]
+    assert figures.warnings([run, fine]) == {
+        "collapsed": 1, "kl": 1, "gap": 0, "gap first": 0, "kl first": 1,
+        "others": 1, "kl false": 1, "gap false": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
 def test_readme_quotes_the_recorded_figures(path):
     """Each recipe's row in README is what the committed JSON gives; every seed is there, and no run was dropped."""
     results = json.loads(path.read_text())
-    _, seeds, recipes = figures.FIGURES[results["figure"]]
-    found = {(r["recipe"], r["seed"]) for r in results["runs"]}
-    assert found == {(recipe, seed) for recipe in recipes for seed in range(seeds)}
-    readme = (ROOT / "README.md").read_text()
-    for recipe, z in figures.summary(results).items():
-        cells = [results["figure"], recipe, f"{z['begin']:.2f}"]
-        cells += [f"{z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]", f"{z['kl']:.1e}"]
-        cells += [f"{z['agreement']:.3f}", f"{z['diverged']} of {z['seeds']}"]
-        assert f"| {' | '.join(cells)} |" in readme, cells
-    assert re.search(rf"figure_{results['figure']}\.(png|json)", readme)
+    figure = figures.FIGURES[results["figure"]]
+    found = [(r["recipe"], r["seed"]) for r in results["runs"]]
+    assert sorted(found) == sorted(
+        (z, seed) for z in figure.recipes for seed in range(figure.seeds)
+    )
+    for r in results["runs"]:
+        name, updates = results["figure"], results["updates"]
+        assert r["flags"] == figures.command_of(name, r["recipe"], r["seed"], updates)
+        assert r["stopped"] or {len(z) for z in r["series"].values()} == {updates // figures.BIN}
+    for row in figures.rows(results):
+        assert row in README, row
+    assert path.with_suffix(".png").is_file()
+
+
+def test_readme_quotes_the_warnings():
+    """The counts of README's last verdict are those of all recorded runs of the paper's figures."""
+    recorded = [json.loads(p.read_text()) for p in RECORDED if "grid" not in p.stem]
+    z = figures.warnings([r for results in recorded for r in results["runs"]])
+    for text in (
+        f"{z['collapsed']} runs collapsed", f"the KL in {z['kl']}, the gap in {z['gap']}",
+        f"the gap first in {z['gap first']}, the KL in {z['kl first']}",
+        f"Of the {z['others']} others the KL would have stopped {z['kl false']}, the gap {z['gap false']}",
+    ):  # fmt: skip
+        assert text in " ".join(README.split()), text
