@@ -81,6 +81,32 @@ def test_warnings_by_hand():
     }  # fmt: skip
 
 
+def test_a_figure_in_small(tiny, lottery_file, tmp_path, monkeypatch):
+    """Two recipes, one seed, 32 updates on the tiny model by real runs: a drawn figure and a row for each; a second start
+    runs nothing again, and a run that was lost from the JSON alone is read, not repeated. Catches a driver that fails
+    after an hour of runs."""
+    small = figures.Figure("t", 1, 8, {"MiniRL": "", "R3": figures.R3})
+    monkeypatch.setattr(figures, "FIGURES", {"9": small})
+    monkeypatch.setattr(figures, "UPDATES", 32)
+    monkeypatch.setattr(figures, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(figures, "cold_start", lambda flags: None)
+    model = f"--model {tiny()} --data {lottery_file}"
+    monkeypatch.setattr(figures, "REGIME", f"{figures.REGIME} {model}")
+    results = figures.make("9", None, 2, tmp_path)
+    figures.draw(results, tmp_path / "figure_9.png")
+    assert (tmp_path / "figure_9.png").read_bytes().startswith(b"\x89PNG")
+    assert [row.split(" | ")[1] for row in figures.rows(results)] == ["MiniRL", "R3"]
+    for r in results["runs"]:
+        assert {len(z) for z in r["series"].values()} == {4} and not r["stopped"], r
+    lost = json.loads((tmp_path / "figure_9.json").read_text())
+    first = lost["runs"].pop(0)
+    (tmp_path / "figure_9.json").write_text(json.dumps(lost))
+    steps = [p.stat().st_mtime for p in sorted(tmp_path.glob("runs/*/metrics.jsonl"))]
+    again = figures.make("9", None, 2, tmp_path)["runs"][-1]
+    assert again["series"] == first["series"]
+    assert steps == [p.stat().st_mtime for p in sorted(tmp_path.glob("runs/*/metrics.jsonl"))]
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
 def test_readme_quotes_the_recorded_figures(path):
     """Each recipe's row in README is what the committed JSON gives; every seed is there, and no run was dropped."""

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -44,9 +45,24 @@ def test_imports_point_one_way():
     own = {name.removesuffix(".py") for name in CEILINGS}
     for name in own - {"train"}:
         assert not imports(ROOT / f"{name}.py") & own, name
+        for line in (ROOT / f"{name}.py").read_text().splitlines():
+            for helper in re.findall(r"\w+", line.partition("from launch import ")[2]):
+                assert not imports(ROOT / "launch" / f"{helper}.py") & own, (name, helper)
     assert own - {"train"} <= imports(ROOT / "train.py")
     users = [p.name for p in ROOT.glob("*.py") if "vllm" in imports(p)]
     assert users == ["rollout.py"], users
+
+
+def test_functions_are_short():
+    """In the five files half of the functions have at most 15 lines, and none but the loop more than 60."""
+    lengths = {}
+    for name in CEILINGS:
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lengths[f"{name}:{node.name}:{node.lineno}"] = node.end_lineno - node.lineno + 1
+    assert statistics.median(lengths.values()) <= 15
+    long = [z for z, n in lengths.items() if n > 60 and not z.startswith("train.py:train:")]
+    assert not long, long
 
 
 def test_direct_dependencies_are_pinned_and_used():
