@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -109,3 +110,23 @@ def test_readme_explains_every_metric_and_only_real_flags():
     )
     used = set(re.findall(r"--[a-z][\w-]+", README))
     assert used <= known, used - known
+
+
+def test_every_command_of_readme_runs():
+    """Each train.py command has flags that parse and make sense; each launch file is there and run by a test, by CI or
+    by a script of launch/. Catches a command that outlived a flag, and a tool that nobody starts before its user does.
+    """
+    from launch import flags
+    from train import Config
+
+    text = README.replace("\\\n", " ")
+    commands = re.findall(r"python train\.py ([^`\n]*)", text)
+    assert len(commands) >= 2
+    for command in commands:
+        flags.check(Config.from_flags(shlex.split(command, comments=True)), 1, 1)
+    places = [*(ROOT / "tests").glob("*.py"), *(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run"]
+    users = {p: p.read_text() for p in places}
+    for name in set(re.findall(r"(?:python|bash) launch/(\w+\.(?:py|sh))", README)):
+        used = rf"launch/{name}|import [\w, ]*\b{name.partition('.')[0]}\b"
+        assert (ROOT / "launch" / name).is_file(), name
+        assert any(re.search(used, t) for p, t in users.items() if p.name != name), name

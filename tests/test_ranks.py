@@ -195,3 +195,11 @@ def test_a_killed_run_repeats_the_uninterrupted_one(lottery):
     assert not subprocess.run(
         ["pgrep", "-f", str(kill)], check=False, stdout=subprocess.PIPE
     ).stdout
+
+
+def test_soak_in_small(tiny, tmp_path):
+    """launch/soak.py with 12 steps and one kill says ok of weights and rows; what memory does in so short a run is noise."""
+    command = [sys.executable, "launch/soak.py", "--steps", "12", "--kills", "1"]
+    done = launch([*command, "--model", str(tiny()), "--out", str(tmp_path / "soak")], ok=False)
+    assert "ok: weights bit for bit" in done.stdout, done.stdout + done.stderr
+    assert "ok: 12 rows, equal metrics" in done.stdout and "killed after" in done.stdout
