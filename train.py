@@ -63,7 +63,7 @@ DESCRIPTION = (
 
 @dataclass
 class Config:
-    """Every flag of train.py; the comment behind a field is its --help."""
+    """Every flag of train.py; the comment behind a field is its --help. At most 45, says a test: a fork may say more."""
 
     model: str = "runs/cold-start"  # folder of a Qwen3-MoE or Qwen3 checkpoint, or its hub name
     data: str = "addition"  # JSONL files (commas), hf:NAME[:SPLIT], or the task addition
@@ -136,7 +136,8 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
         return 0
     report.announce(model, c, acc)
     signals, watch, seconds = guard.Signals(), guard.Watch(c.max_bad_steps), defaultdict(float)
-    bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=not acc.is_main_process)
+    quiet = None if acc.is_main_process else True  # None: no bar where there is no terminal
+    bar = tqdm(range(begin, c.steps), initial=begin, total=c.steps, disable=quiet)
     for step in bar:
         set_seed((c.seed + step) % 2**32)  # nothing here draws from it; a fork may
         examples = engine.examples(step) if c.load_rollouts else pick(data, step, c)
@@ -272,14 +273,20 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
     )
 
 
-def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
-    """Model and AdamW. Built without storage, sharded, then filled: no rank ever holds the whole."""
+def load_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
+    """--model, built without storage, sharded, then filled: no rank ever holds the whole."""
     with torch.device("meta"):
         model = moe.MoETransformer(config, checkpointing=c.activation_checkpointing)
     model = fsdp2_prepare_model(acc, model)
     register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the head's weight for it
     model.to_empty(device=acc.device)
     moe.load_weights(model, c.model)
+    return model
+
+
+def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
+    """Model and AdamW."""
+    model = load_model(c, config, acc)
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, weight_decay=0.0, fused=True)
     for p in model.parameters():
         moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import moe
-from launch import guard
+from launch import flags, guard
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -129,10 +129,10 @@ def check(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(f"{folder}: parts of {name} are missing")
 
 
-def read_record(folder: Path) -> tuple[int, int]:
-    """Steps and gradient updates that led to a checkpoint."""
+def read_record(folder: Path) -> tuple[int, int, dict]:
+    """Steps and gradient updates that led to a checkpoint, and the flags of its run."""
     record = json.loads((folder / "run.json").read_text())
-    return int(record["step"]), int(record["updates"])
+    return int(record["step"]), int(record["updates"]), dict(record["config"])
 
 
 def training_state(model, optimizer) -> dict[str, Tensor]:
@@ -174,12 +174,15 @@ def resume(model, optimizer, folder: Path | None, c, acc: Accelerator) -> int:
     if folder:
         reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(training_state(model, optimizer), storage_reader=reader)
-        step, updates = read_record(folder)
+        step, updates, before = read_record(folder)
         for state in optimizer.state.values():
             state["step"].fill_(updates)
     acc.wait_for_everyone()
     if acc.is_main_process and not c.eval_only:
         rewind(Path(c.out), step)
+        for name, now in vars(c).items():  # a run may go on with another --lr, but not unnoticed
+            if step and name not in ("out", "resume", "steps") and before.get(name, now) != now:
+                print(f"{flags.flag(name)} {now}: was {before[name]} up to step {step}")
     return step
 
 
