@@ -1,7 +1,13 @@
-"""What the tests share: the repository on the path, one thread, fixed seeds, small random Qwen3-MoE folders."""
+"""What the tests share: the repository on the path, one thread, fixed seeds, small random models, real runs on a lottery.
+
+The lottery is the "math" of every run: the prompt is a few letters, the answer a digit, and a random response's last
+number is right about one time in ten, which is enough for advantages that are not zero.
+"""
 
 import json
+import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -36,6 +43,55 @@ CONFIG = {
 }
 
 EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]  # process, ranks
+
+TIMED = {"seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gb"}
+
+MANY = """
+import json, sys
+import train
+jobs = json.loads(sys.argv[1])
+acc = train.start(train.Config.from_flags(jobs[0]))
+for flags in jobs:
+    c = train.Config.from_flags(flags)
+    train.train(c, acc, *train.prepare(c))
+train.dist.barrier()
+train.os._exit(0)
+"""
+
+
+def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
+    """A real process, with what it printed; unless told otherwise it must end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
+    )
+    assert not ok or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def launch_many(jobs: list[list[str]]) -> None:
+    """The runs with these flags, one after the other in one process, which is spared the start of the others."""
+    launch([*ONE, "-c", MANY, json.dumps(jobs)])
+
+
+def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).open(encoding="utf-8")]
+
+
+def untimed(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k not in TIMED}
+
+
+def close(a: dict, b: dict, tolerance: float) -> None:
+    """Every untimed metric of two rows, lists too, within a relative or absolute tolerance."""
+    for key in untimed(a):
+        for x, y in zip(
+            *([r[key]] if not isinstance(r[key], list) else r[key] for r in (a, b)), strict=True
+        ):
+            assert x == y or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
 
 
 def save_model(folder: Path, seed: int = 0, **changes) -> Path:
@@ -107,3 +163,14 @@ def tiny(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, tiny, lottery_file):
+    """Flags of a short run, and a folder whose begun/ has finished one step of it. Others start from copies of that."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 16 --precision fp32 --lr 1e-4"
+    flags += " --save-every 1 --resume auto"
+    flags = [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)]
+    launch([*ONE, "train.py", *flags, "--steps", "1", "--out", str(folder / "begun")])
+    return flags, folder

@@ -1,21 +1,14 @@
-"""One process, two ranks, a run in pieces: the same numbers. Real torchrun, gloo, FSDP2, vLLM and kill -9, in fp32.
-
-The model and its lottery are those of tests/test_train.py.
-"""
+"""One process, two ranks, a run in pieces: the same numbers. Real torchrun, gloo, FSDP2, vLLM and kill -9, in fp32."""
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ONE, TWO, close, launch, rows, untimed
 from safetensors.torch import load_file
-from test_train import close, launch, rows, untimed
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +192,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(lottery):
 
 def test_soak_in_small(tiny, tmp_path):
     """launch/soak.py with 12 steps and one kill says ok of weights and rows; what memory does in so short a run is noise."""
-    command = [sys.executable, "launch/soak.py", "--steps", "12", "--kills", "1"]
+    command = [*ONE, "launch/soak.py", "--steps", "12", "--kills", "1"]
     done = launch([*command, "--model", str(tiny()), "--out", str(tmp_path / "soak")], ok=False)
     assert "ok: weights bit for bit" in done.stdout, done.stdout + done.stderr
     assert "ok: 12 rows, equal metrics" in done.stdout and "killed after" in done.stdout

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_train import MANY, ROOT, launch, rows, untimed
+from conftest import launch_many, rows, untimed
 
 import moe
 import rollout
@@ -304,7 +304,7 @@ def runs(tiny, chatty, tmp_path_factory):
         for name, more in variants.items()
     ]
     jobs.append([*jobs[-1], "--steps", "2", "--resume", "auto"])
-    launch([sys.executable, "-c", MANY, json.dumps(jobs)])
+    launch_many(jobs)
     return {name: folder / name for name in [*variants, "lottery.jsonl", "mine.py", "rollouts"]}
 
 
@@ -482,40 +482,7 @@ def test_a_dense_model_trains(runs, tiny):
     assert not torch.equal(start.layers[0].mlp.up_proj.weight, end.layers[0].mlp.up_proj.weight)
 
 
-# --- mistakes and curves
-
-
-def test_mistakes_end_in_one_line_and_code_2(runs, tiny, tmp_path, capsys, monkeypatch):
-    """As in test_train.py, for the flags of this file."""
-    monkeypatch.setattr(train, "start", lambda c: pytest.fail(f"an engine would have started: {c}"))
-    dense, lottery = str(tiny(dense=True, tie_word_embeddings=True)), str(runs["lottery.jsonl"])
-    (tmp_path / "full").write_text("")
-    for message, wrong in {
-        "--replay R2": ["--model", dense, "--replay", "R2"],
-        "--replay R3": ["--model", dense, "--replay", "R3"],
-        "--model no-such/model": ["--model", "no-such/model"],
-        "--eval-only True: needs": ["--eval-only"],
-        "holds no checkpoint": ["--eval-only", "--eval-data", lottery, "--resume", "auto"],
-        "--eval-top-p 1.5": ["--eval-top-p", "1.5"],
-        "--eval-temperature -1.0": ["--eval-temperature", "-1"],
-        "--eval-max-new-tokens -1": ["--eval-max-new-tokens", "-1"],
-        "--eval-max-new-tokens 300": ["--eval-data", lottery, "--eval-max-new-tokens", "300"],
-        "--prompt-template Q: must hold {prompt}": ["--prompt-template", "Q"],
-        "must be path/to/file.py:function": ["--reward", "mine"],
-        "no function none": ["--reward", f"{runs['mine.py']}:none"],
-        "invalid choice: 'ignore'": ["--reward-errors", "ignore"],
-        "--load-rollouts nowhere: holds no step 0": ["--load-rollouts", "nowhere"],
-        "without --eval-data": ["--load-rollouts", "nowhere", "--eval-data", lottery],
-        "holds rollouts already": ["--save-rollouts", str(runs["rollouts"])],
-        f"--save-rollouts {tmp_path}/full/x": ["--save-rollouts", f"{tmp_path}/full/x"],
-    }.items():
-        flags = ["--model", str(tiny()), "--data", lottery, "--out", str(tmp_path / "out"), *wrong]
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
-        with pytest.raises(SystemExit) as stopped:
-            train.main()
-        printed = capsys.readouterr().err
-        assert stopped.value.code == 2, (message, printed)
-        assert message in printed and printed.count("\n") == 1, (message, printed)
+# --- curves
 
 
 def test_curves_and_table(runs, tmp_path, capsys, monkeypatch):
@@ -538,4 +505,3 @@ def test_curves_and_table(runs, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         plot.main()
     assert "--panels seconds" in capsys.readouterr().err
-    assert ROOT.is_dir()
