@@ -1,4 +1,4 @@
-"""What the tests share: the repository on the path, one thread, fixed seeds, small random models, real runs on a lottery.
+"""What the tests share: the repository on the path, one thread, fixed seeds, small models, data, real runs on a lottery.
 
 The lottery is the "math" of every run: the prompt is a few letters, the answer a digit, and a random response's last
 number is right about one time in ten, which is enough for advantages that are not zero.
@@ -132,6 +132,14 @@ def save_tokenizer(folder: Path) -> Path:
     names |= {"eos_token": TOKENS[EOS], "pad_token": TOKENS[PAD]}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
+
+
+def response_logp(model, tokens, lengths, mask, experts=None):
+    """log p of response tokens (B, T), 0 elsewhere: the hidden state of t - 1 predicts token t."""
+    hidden, _ = model(tokens, lengths, experts)
+    at = mask[:, 1:]
+    logp, _ = model.logprobs(hidden[:, :-1][at], tokens[:, 1:][at])
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ def write(tmp_path, content: bytes):
 
 
 def test_a_file_from_another_system_reads_as_usual(tmp_path):
-    """Trap 13: BOM, CRLF, blank lines, a last line without an end; numbers become strings, other keys stay.
+    """BOM, CRLF, blank lines, a last line without an end; numbers become strings, other keys stay.
 
     Catches a BOM taken for JSON, U+2028 inside a string taken for a line break, and answers that equal no string.
     """
@@ -53,7 +53,7 @@ SOUND = b'{"prompt": "a", "answer": "b"}\n'
     ],
 )
 def test_a_broken_file_is_an_error_with_file_and_line(tmp_path, content, says):
-    """Trap 13. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
+    """The first broken line, by its number in the file. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
     with pytest.raises(ValueError, match=says):
         rollout.load_data(write(tmp_path, content))
 
@@ -66,7 +66,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys):
-    """Trap 13: of prompts of 0, 5, 6 and 9 characters (a token each) room for 5 leaves one, room for 6 two.
+    """Of prompts of 0, 5, 6 and 9 characters (a token each) room for 5 leaves one, room for 6 two.
 
     Catches an off-by-one at the limit, drops that nobody sees, and a run that starts with nothing left.
     """
@@ -179,7 +179,7 @@ def test_addition_reward_by_hand():
     ],
 )
 def test_boxed_answers(given, answer, right):
-    """Trap 12: a bare LaTeX answer equals itself boxed, by text and by math-verify alone, and no look-alike.
+    """A bare LaTeX answer equals itself boxed, by text and by math-verify alone, and no look-alike.
 
     Catches an answer that is read without its box: 2\\sqrt{3} as 2, 3,4 as 3.4 or 34.
     """
@@ -349,7 +349,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_grading_pairs(kind):
-    """Trap 12 and its kin: a right answer in another form counts, a look-alike does not.
+    """A right answer in another form counts, a look-alike does not.
 
     Catches a sign of Unicode that is lost (-5 graded as 5), thousands read as lists, an open end taken for a closed one.
     """

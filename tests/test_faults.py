@@ -117,7 +117,7 @@ train.advantages = advantages
 
 def test_an_engine_with_other_weights_stops_the_run(run):
     """A sync that puts a wrong head into vLLM: step 1 stops with code 1, KL and likely causes, before a checkpoint of
-    what it did to the weights. Catches trap 9 in a run whose log looks fine.
+    what it did to the weights. Catches stale weights in a run whose log looks fine.
     """
     act = """
 stream = train.moe.hf_weights
@@ -131,7 +131,7 @@ train.moe.hf_weights = lambda *z: ((n, t * (5 if "lm_head" in n else 1)) for n, 
 
 
 def test_lost_routes_name_the_setting(run):
-    """Trap 6: an engine that returns no routes: code 1, the setting's name, nothing trained on."""
+    """An engine that returns no routes: code 1, the setting's name, nothing trained on."""
     act = """
 engine = train.rollout.Engine
 train.rollout.Engine = lambda *z, **more: engine(*z, **(more | {"routes": False}))
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_ends_the_others(run):
 
 def test_equal_rewards_do_no_harm_and_a_busy_port_no_matter(run):
     """Answers that nobody gives: every advantage is 0, and the export is the model it started from, bit for bit. The
-    port that distributed programs like best is taken meanwhile (trap 19).
+    port that distributed programs like best is taken meanwhile.
     """
     flags, folder = run
     (folder / "never.jsonl").write_text('{"prompt": "a", "answer": "nobody says this"}\n' * 4)

@@ -1,4 +1,4 @@
-"""Users' mistakes end in one line that names the flag or file, exit code 2, before an engine starts, and nothing is lost.
+"""Users' mistakes end in one line that names the flag or file, with code 2, before an engine starts; nothing is lost.
 
 One real process meets them all in train.main, a fork a case, so that torch is imported once. Each group of cases gives
 what the line must say -> the flags that are wrong; files are made for it.
@@ -45,7 +45,7 @@ FLAGS = {
     "--is-correction False: is nothing that grpo knows": "--objective grpo --no-is-correction",
     "--length-norm True: is nothing that cispo knows": "--objective cispo --length-norm",
     "--prompt-template Q: must hold {prompt}": "--prompt-template Q",
-    "unrecognized arguments: --group 4": "--group 4",  # no abbreviations: a new flag could change them
+    "unrecognized arguments: --group 4": "--group 4",  # no abbreviations
     "unrecognized arguments: --replya R3": "--replya R3",
 }
 
@@ -245,8 +245,8 @@ def test_a_mistake_ends_in_one_line_and_code_2(ended, group):
 
 
 def test_nothing_is_lost_by_a_mistake(ended):
-    """Every file that was there is as it was, a finished run among them; what is new lies in the --out of a new run, and
-    without vLLM there is none.
+    """Every file that was there is as it was, a finished run among them; what is new lies in the --out of a new run, of
+    which there is none without vLLM.
     """
     _, before, after, here = ended
     assert sum(p.is_relative_to(here / "begun") for p in before) > 10

@@ -63,7 +63,7 @@ train.os._exit(0)
 def test_two_ranks_make_the_same_update(lottery):
     """On the same rollout of unequal lengths: losses, gradient norms and updated weights of 1 and 2 ranks, within 1e-5;
     N = 1 and 4, each replay mode, with and without recomputed layers; N = 8, where one rank has nothing to train in every
-    mini-batch; and 3 prompts on 2 ranks. Traps 1, 11, 18: gradients averaged over ranks, one rank's numbers, FSDP off.
+    mini-batch; and 3 prompts on 2 ranks. Catches gradients averaged over ranks, one rank's numbers, FSDP off.
     """
     flags, folder = lottery
     (script := folder / "updates.py").write_text(UPDATES)
@@ -144,7 +144,7 @@ train.main()
 def test_a_killed_run_repeats_the_uninterrupted_one(lottery):
     """kill -9 in the second mini-batch of a step (one process) and while a checkpoint is written (one of two ranks),
     then --resume auto: the metrics and the export of the undisturbed run, bit for bit on the same number of ranks;
-    within 1e-5 when the killed run goes on with 2 ranks in place of 1 or 1 in place of 2. Traps 9 and 19: moments, data
+    within 1e-5 when the killed run goes on with 2 ranks in place of 1 or 1 in place of 2. Catches moments, data
     position or seeds that are lost, a checkpoint that is loaded half-written, rows of steps that are run again.
     """
     flags, folder = lottery

@@ -1,4 +1,4 @@
-"""The loop as a user runs it: real train.py, real vLLM, real FSDP2, on a random model of 0.1M parameters and the lottery."""
+"""The loop as a user runs it: real train.py, vLLM and FSDP2, on a random model of 0.1M parameters and the lottery."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_fp32_engines_agree_in_the_loop(many):
 def test_metrics_do_not_depend_on_the_split(many):
     """One micro-batch, a dozen of them, recomputed layers: equal metrics, loss and gradient norm within 1e-5.
 
-    Traps 1, 7 and 18: a mean of means, a normalizer per micro-batch, the last micro-batch's numbers.
+    Catches a mean of means, a normalizer per micro-batch, the last micro-batch's numbers.
     """
     for name in ("small-micro-batches", "checkpointing"):
         close(rows(many["plain"])[0], rows(many[name])[0], 1e-5)
@@ -109,7 +109,7 @@ def test_pi_and_pi_old_follow_one_rule(many):
     """While theta stays theta_old, pi/pi_old is 1 to 1e-5 in both mini-batches, under every replay mode.
 
     The engine has int4 weights, so its routes differ, and pi_old of the second mini-batch comes from a pass of its
-    own. Trap 8: replay in one pass only (R3 with pi_old under the live router), or routes of another micro-batch.
+    own. Catches replay in one pass only (R3 with pi_old under the live router), or routes of another micro-batch.
     """
     for mode in ("none", "R2", "R3"):
         row = rows(many[f"still-{mode}"])[0]
