@@ -7,6 +7,7 @@ number is right about one time in ten, which is enough for advantages that are n
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,42 @@ def close(a: dict, b: dict, tolerance: float) -> None:
             assert x == y or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
 
 
+# Rows as the common sets have them.
+GSM8K = [
+    {"question": "May: 24 clips. How many in all?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
+    {"question": "12 an hour, 50 minutes?", "answer": "12*50/60 = 10\n#### 10"},
+]
+AIME = [
+    {"id": 60, "problem": r"Find $\sqrt{12}$.", "answer": r"2\sqrt{3}", "solution": "Easy."},
+    {"problem": r"Compute $\frac{1}{2}+1$.", "solution": r"It is $\boxed{\frac{3}{2}}$."},
+    {"problem": "Least n?", "answer": 204, "year": 2024},
+]
+CHATS = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2+2?"},
+        ],
+        "ground_truth": "4",
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": r"\boxed{2}"},
+        ]
+    },
+    {"prompt": [{"role": "user", "content": "3+3?"}], "reward_model": {"ground_truth": "6"}},
+]
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def jsonl(path: Path, examples: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
+    return path
+
+
 def save_model(folder: Path, seed: int = 0, **changes) -> Path:
     """Writes a folder with transformers' own Qwen3-MoE, or Qwen3 (dense=True): CONFIG with `changes`, random weights.
 
@@ -153,9 +190,7 @@ def repeatable():
 def lottery_file(tmp_path_factory) -> Path:
     """40 prompts of one to seven letters, whose answer is a digit: right by luck, one time in ten."""
     lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
-    path = tmp_path_factory.mktemp("lottery") / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return jsonl(tmp_path_factory.mktemp("lottery") / "data.jsonl", lines)
 
 
 @pytest.fixture(scope="session")
@@ -171,6 +206,16 @@ def tiny(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chatty(tiny, tmp_path_factory) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny(), folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT}))
+    return folder
 
 
 @pytest.fixture(scope="session")
