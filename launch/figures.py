@@ -242,33 +242,21 @@ def collapse(r: dict) -> int | None:
     return int(below[0]) if len(below) else None
 
 
-def alarm(r: dict, metric: str) -> int | None:
-    """The point at which a metric has passed three times the median of its first five points."""
-    values = smooth(r["series"][metric])
-    above = np.flatnonzero(values > 3 * np.nanmedian(values[:5]))
-    return int(above[0]) if len(above) else None
+def foretold(runs: list[dict], points: int = 3) -> dict[str, float]:
+    """Runs that collapse after the first `points` and those that never do; and how often KL and first-order gap tell
+    them apart by then: the share of pairs of one and the other in which the former's mean is the larger (0.5: chance)."""
+    collapses = [(r, collapse(r)) for r in runs]
+    later = [r for r, at in collapses if at is not None and at >= points]
+    never = [r for r, at in collapses if at is None]
 
+    def early(r: dict, metric: str) -> float:
+        return np.mean(known(r["series"][metric][:points]))
 
-def warnings(runs: list[dict]) -> dict[str, int]:
-    """Of the runs that collapse, and of the others, in how many KL and first-order gap give an alarm before; and, where
-    both do, which is first. What calls a run collapsed is its reward, wherever it ends."""
-    table = dict.fromkeys(
-        ("collapsed", "kl", "gap", "gap first", "kl first", "others", "kl false", "gap false"), 0
-    )
-    for r in runs:
-        end, kl, gap = collapse(r), alarm(r, "kl_rollout_train_k3"), alarm(r, "first_order_gap")
-        if end is None:
-            table["others"] += 1
-            table["kl false"] += kl is not None
-            table["gap false"] += gap is not None
-            continue
-        kl, gap = (z if z is not None and z < end else None for z in (kl, gap))
-        table["collapsed"] += 1
-        table["kl"] += kl is not None
-        table["gap"] += gap is not None
-        table["gap first"] += gap is not None and (kl is None or gap < kl)
-        table["kl first"] += kl is not None and (gap is None or kl < gap)
-    return table
+    found = {"collapsed": len(later), "others": len(never)}
+    for name, metric in (("kl", "kl_rollout_train_k3"), ("gap", "first_order_gap")):
+        wins = [early(a, metric) > early(b, metric) for a in later for b in never]
+        found[name] = float(np.mean(wins)) if wins else float("nan")
+    return found
 
 
 def draw(results: dict, out: Path) -> None:
