@@ -1,7 +1,14 @@
-"""What the tests share: the repository on the path, one thread, fixed seeds, small random Qwen3-MoE folders."""
+"""What the tests share: the repository on the path, one thread, fixed seeds, small models, data, real runs on a lottery.
+
+The lottery is the "math" of every run: the prompt is a few letters, the answer a digit, and a random response's last
+number is right about one time in ten, which is enough for advantages that are not zero.
+"""
 
 import json
+import math
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -36,6 +44,91 @@ CONFIG = {
 }
 
 EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]  # process, ranks
+
+TIMED = {"seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gb"}
+
+MANY = """
+import json, sys
+import train
+jobs = json.loads(sys.argv[1])
+acc = train.start(train.Config.from_flags(jobs[0]))
+for flags in jobs:
+    c = train.Config.from_flags(flags)
+    train.train(c, acc, *train.prepare(c))
+train.dist.barrier()
+train.os._exit(0)
+"""
+
+
+def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
+    """A real process, with what it printed; unless told otherwise it must end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
+    )
+    assert not ok or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def launch_many(jobs: list[list[str]]) -> None:
+    """The runs with these flags, one after the other in one process, which is spared the start of the others."""
+    launch([*ONE, "-c", MANY, json.dumps(jobs)])
+
+
+def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).open(encoding="utf-8")]
+
+
+def untimed(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k not in TIMED}
+
+
+def close(a: dict, b: dict, tolerance: float) -> None:
+    """Every untimed metric of two rows, lists too, within a relative or absolute tolerance."""
+    for key in untimed(a):
+        for x, y in zip(
+            *([r[key]] if not isinstance(r[key], list) else r[key] for r in (a, b)), strict=True
+        ):
+            assert x == y or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
+
+
+# Rows as the common sets have them.
+GSM8K = [
+    {"question": "May: 24 clips. How many in all?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
+    {"question": "12 an hour, 50 minutes?", "answer": "12*50/60 = 10\n#### 10"},
+]
+AIME = [
+    {"id": 60, "problem": r"Find $\sqrt{12}$.", "answer": r"2\sqrt{3}", "solution": "Easy."},
+    {"problem": r"Compute $\frac{1}{2}+1$.", "solution": r"It is $\boxed{\frac{3}{2}}$."},
+    {"problem": "Least n?", "answer": 204, "year": 2024},
+]
+CHATS = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2+2?"},
+        ],
+        "ground_truth": "4",
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": r"\boxed{2}"},
+        ]
+    },
+    {"prompt": [{"role": "user", "content": "3+3?"}], "reward_model": {"ground_truth": "6"}},
+]
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def jsonl(path: Path, examples: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
+    return path
 
 
 def save_model(folder: Path, seed: int = 0, **changes) -> Path:
@@ -78,6 +171,14 @@ def save_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def response_logp(model, tokens, lengths, mask, experts=None):
+    """log p of response tokens (B, T), 0 elsewhere: the hidden state of t - 1 predicts token t."""
+    hidden, _ = model(tokens, lengths, experts)
+    at = mask[:, 1:]
+    logp, _ = model.logprobs(hidden[:, :-1][at], tokens[:, 1:][at])
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
     """One thread and one seed for every test, whatever ran before it."""
@@ -89,9 +190,7 @@ def repeatable():
 def lottery_file(tmp_path_factory) -> Path:
     """40 prompts of one to seven letters, whose answer is a digit: right by luck, one time in ten."""
     lines = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10} for i in range(40)]
-    path = tmp_path_factory.mktemp("lottery") / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return jsonl(tmp_path_factory.mktemp("lottery") / "data.jsonl", lines)
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +206,24 @@ def tiny(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chatty(tiny, tmp_path_factory) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny(), folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, tiny, lottery_file):
+    """Flags of a short run, and a folder whose begun/ has finished one step of it. Others start from copies of that."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 16 --precision fp32 --lr 1e-4"
+    flags += " --save-every 1 --resume auto"
+    flags = [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)]
+    launch([*ONE, "train.py", *flags, "--steps", "1", "--out", str(folder / "begun")])
+    return flags, folder

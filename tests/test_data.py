@@ -1,13 +1,15 @@
-"""Data and rewards: what a file may hold, the built-in task, and which answers count as equal."""
+"""Data: what a file and its rows may hold, the built-in task, and which answers count as equal."""
 
 import itertools
 import random
 import threading
 
 import pytest
+from conftest import AIME, CHATS, GSM8K, jsonl
 
 import rollout
-from launch import cold_start, data, grade
+import train
+from launch import cold_start, data, grade, rewards
 
 # --- files
 
@@ -19,7 +21,7 @@ def write(tmp_path, content: bytes):
 
 
 def test_a_file_from_another_system_reads_as_usual(tmp_path):
-    """Trap 13: BOM, CRLF, blank lines, a last line without an end; numbers become strings, other keys stay.
+    """BOM, CRLF, blank lines, a last line without an end; numbers become strings, other keys stay.
 
     Catches a BOM taken for JSON, U+2028 inside a string taken for a line break, and answers that equal no string.
     """
@@ -53,7 +55,7 @@ SOUND = b'{"prompt": "a", "answer": "b"}\n'
     ],
 )
 def test_a_broken_file_is_an_error_with_file_and_line(tmp_path, content, says):
-    """Trap 13. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
+    """The first broken line, by its number in the file. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
     with pytest.raises(ValueError, match=says):
         rollout.load_data(write(tmp_path, content))
 
@@ -66,7 +68,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys):
-    """Trap 13: of prompts of 0, 5, 6 and 9 characters (a token each) room for 5 leaves one, room for 6 two.
+    """Of prompts of 0, 5, 6 and 9 characters (a token each) room for 5 leaves one, room for 6 two.
 
     Catches an off-by-one at the limit, drops that nobody sees, and a run that starts with nothing left.
     """
@@ -80,6 +82,100 @@ def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys)
     assert "2 of 4 prompts do not fit, dropped" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no prompt fits into 4 tokens"):
         data.load_prompts(path, tiny(), 4, seed=0)
+
+
+# --- what its rows may look like
+
+
+def test_field_names_of_the_common_sets(tmp_path):
+    """GSM8K's, AIME's and chat rows: prompt and answer are found, other keys stay, and each answer is graded as meant.
+
+    Catches a solution that hides the answer beside it, a reply that stays in the prompt, and a whole solution taken
+    for the answer.
+    """
+    gsm8k, aime, chats = (
+        rollout.load_data(jsonl(tmp_path / f"{i}.jsonl", e))
+        for i, e in enumerate((GSM8K, AIME, CHATS))
+    )
+    assert [e["prompt"] for e in gsm8k] == [e["question"] for e in GSM8K]
+    assert aime[0] == AIME[0] | {"prompt": AIME[0]["problem"]} and aime[2]["answer"] == "204"
+    assert [(e["prompt"], e["answer"]) for e in chats] == [
+        ("2+2?", "4"),
+        ("1+1?", r"\boxed{2}"),
+        ("3+3?", "6"),
+    ]
+    assert [len(e["messages"]) for e in chats] == [2, 1, 1]
+    right = [r"\boxed{72}", "It is 10.", r"\boxed{\sqrt{12}}", r"\boxed{1.5}", "204", "4", "2", "6"]
+    for response, example in zip(right, gsm8k + aime + chats, strict=True):
+        assert rollout.reward(response, example["answer"]) == 1, (response, example)
+        assert rollout.reward(r"\boxed{24}", example["answer"]) == 0, example
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"problem": "a"}, "needs an object with 'answer' .or 'solution', 'ground_truth'"),
+        ({"problem": None, "answer": "b"}, "needs an object with 'prompt'"),
+        ({"messages": [], "answer": "b"}, "messages must be"),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "answer": "b"},
+            "one of them by the user",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}], "answer": "b"}, "messages must be"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "needs an object with 'answer'"),
+        ({"prompt": "a", "answer": ["b"]}, "needs an object with 'answer'"),
+    ],
+)
+def test_rows_that_lack_something_are_named(tmp_path, row, says):
+    """File, line and what is missing. Catches the answer "None", and a chat without a question."""
+    with pytest.raises(ValueError, match=f"data.jsonl:2: .*{says}"):
+        rollout.load_data(jsonl(tmp_path / "data.jsonl", [AIME[0], row]))
+
+
+def test_templates(chatty, tiny, tmp_path):
+    """The chat template where the model has one, the text alone where not, --prompt-template over both.
+
+    Catches a template that is applied twice or to one format only, and braces of LaTeX taken for fields.
+    """
+    decode = data.tokenizer_of(chatty).decode
+
+    def prompts(model, examples, template=""):
+        path = str(jsonl(tmp_path / "data.jsonl", examples))
+        return [
+            decode(e["tokens"]) for e in data.load_prompts(path, model, 200, 0, template=template)
+        ]
+
+    assert prompts(chatty, GSM8K[1:]) == ["<user>12 an hour, 50 minutes?\n<assistant>"]
+    assert prompts(chatty, CHATS[:2]) == [
+        "<system>Be brief.\n<user>2+2?\n<assistant>",
+        "<user>1+1?\n<assistant>",
+    ]
+    assert prompts(tiny(), CHATS[:2]) == ["Be brief.\n2+2?", "1+1?"]
+    template = r"Q: {prompt} Use \boxed{}. {"
+    assert prompts(chatty, CHATS[:1], template) == [r"Q: 2+2? Use \boxed{}. {"]
+    assert prompts(tiny(), GSM8K[1:], "{prompt}") == [GSM8K[1]["question"]]
+
+
+def test_several_files_and_their_names(tiny, tmp_path):
+    """--data a,b holds both, each example with its name; addition keeps its own rule beside math."""
+    a, b = (str(jsonl(tmp_path / f"{n}.jsonl", e)) for n, e in (("a", GSM8K), ("b", AIME)))
+    c = train.Config(model=str(tiny()), data=f"{a}, {b},addition", eval_data=b, max_new_tokens=100)
+    examples, held_out = data.prepare(c, 256)
+    assert [e["data"] for e in examples] == [a] * 2 + [b] * 3 + ["addition"] * 4096
+    assert [e["data"] for e in held_out] == [b] * 3
+    sums = examples[-1]
+    assert rewards.auto("", "#" + sums["answer"], sums["answer"], sums) == 1
+    assert rewards.auto("", sums["answer"], sums["answer"], sums) == 0  # no mark
+    assert rewards.auto("", "so 72", examples[0]["answer"], examples[0]) == 1
+    for wrong, says in (
+        (f"{a},", "empty name"),
+        ("hf:some/set:test", "needs the datasets library"),
+    ):
+        if says == "needs the datasets library" and data.importlib.util.find_spec("datasets"):
+            continue
+        c.data = wrong
+        with pytest.raises(ValueError, match=says):
+            data.prepare(c, 256)
 
 
 # --- the built-in task
@@ -179,7 +275,7 @@ def test_addition_reward_by_hand():
     ],
 )
 def test_boxed_answers(given, answer, right):
-    """Trap 12: a bare LaTeX answer equals itself boxed, by text and by math-verify alone, and no look-alike.
+    """A bare LaTeX answer equals itself boxed, by text and by math-verify alone, and no look-alike.
 
     Catches an answer that is read without its box: 2\\sqrt{3} as 2, 3,4 as 3.4 or 34.
     """
@@ -349,7 +445,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_grading_pairs(kind):
-    """Trap 12 and its kin: a right answer in another form counts, a look-alike does not.
+    """A right answer in another form counts, a look-alike does not.
 
     Catches a sign of Unicode that is lost (-5 graded as 5), thousands read as lists, an open end taken for a closed one.
     """

@@ -88,7 +88,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_engine_is_our_model_in_fp32(tiny, name):
-    """Traps 5, 9: equal log-probs (1e-5; found 4e-6) and equal expert sets at start, after syncs, after sleeps.
+    """Equal log-probs (1e-5; found 4e-6) and equal expert sets at start, after syncs, after sleeps.
 
     Every parameter changes before each sync. Catches a weight that vLLM keeps or packs in its old form, a prefix cache
     that survives, tensors that are handed over and then overwritten, log-probs before temperature, a tied head that
@@ -135,7 +135,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_sync_that_is_not_the_whole_model_stops_the_engine(tiny, name):
-    """Trap 9: vLLM itself skips a missing tensor in silence; here it raises, and the engine refuses all further work.
+    """vLLM itself skips a missing tensor in silence; here it raises, and the engine refuses all further work.
 
     Catches an engine of half old, half new weights that goes on sampling.
     """
@@ -256,7 +256,7 @@ def test_starting_an_engine_leaves_the_process_alone(tiny):
     """Random numbers go on as if no engine had been started, threads can still be set, and a closed engine says so.
 
     Catches LLM()'s own seeding, after which every rank and every resumed run draws the same "random" prompts. Without
-    `routes` the record is None (trap 6), never zeros.
+    `routes` the record is None, never zeros.
     """
 
     def draw():
@@ -340,7 +340,7 @@ def test_equal_seeds_give_equal_tokens(mu):
 
 
 def test_the_same_prompt_twice_is_two_groups(mu):
-    """Trap 15: groups are numbered by place in the batch, and no two of the 2 x 4 responses are drawn alike.
+    """Groups are numbered by place in the batch, and no two of the 2 x 4 responses are drawn alike.
 
     Catches groups keyed by text, and response g of each prompt drawing the same numbers.
     """
@@ -350,7 +350,7 @@ def test_the_same_prompt_twice_is_two_groups(mu):
 
 
 def test_truncated_responses_are_counted_and_get_no_eos(mu):
-    """Trap 16: 3 tokens at most. Cut: 3 tokens, no EOS among them. Ended: EOS is the last token, with its log-prob.
+    """3 tokens at most. Cut: 3 tokens, no EOS among them. Ended: EOS is the last token, with its log-prob.
 
     Catches an EOS appended to what was cut or taken from what ended, and "3 tokens" read as cut: some end on the third.
     """
@@ -420,7 +420,7 @@ def test_no_work_between_sleep_and_sync(mu, tiny, monkeypatch):
 
 
 def test_what_the_engine_did_not_say_stays_unknown(mu, monkeypatch):
-    """Traps 3, 6: a response without log-prob or routes passes through as NaN and None, its neighbours untouched.
+    """A response without log-prob or routes passes through as NaN and None, its neighbours untouched.
 
     Catches 0 (probability 1) or zeros (expert 0) filled in, and rows that slip when one is unsound.
     """
@@ -446,7 +446,7 @@ def test_what_the_engine_did_not_say_stays_unknown(mu, monkeypatch):
 
 
 def test_sampled_logp_by_hand():
-    """Trap 3: None, NaN and infinities become NaN, sound numbers stay; no record at all is NaN for every token."""
+    """None, NaN and infinities become NaN, sound numbers stay; no record at all is NaN for every token."""
     flat = SimpleNamespace(logprobs=[-1.5, None, -math.inf, math.nan, 0.0])
     got = rollout.sampled_logp(SimpleNamespace(token_ids=[4, 5, 6, 7, 8], logprobs=flat))
     np.testing.assert_array_equal(

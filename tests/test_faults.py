@@ -1,8 +1,7 @@
-"""What breaks long runs, done to real ones: bad flags and files, NaN, signals, a full disk, a stale engine, a dead rank.
+"""What breaks long runs, done to real ones: NaN, signals, a full disk, a stale engine, a dead rank.
 
-Each fault has its message and exit code, and nothing that was there before is lost. Bad input is met by train.main in
-a forked process each, faults by the real command with one line of sabotage. The model and its lottery are those of
-tests/test_train.py; kill -9 is in tests/test_ranks.py.
+Each fault has its message and exit code, and nothing that was there before is lost. It is done to the real command by a
+line or two of sabotage. kill -9 is in tests/test_ranks.py, wrong flags and files are in tests/test_mistakes.py.
 """
 
 import json
@@ -11,21 +10,20 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from test_ranks import ONE, TWO
-from test_train import launch, rows
+from conftest import ONE, TWO, launch, rows
+from safetensors.torch import load_file
 
 import rollout
 from launch import checkpoint, grade, guard
 
-SABOTAGE = "import itertools, sys, os, signal, resource, train; exec(sys.argv.pop(1)); train.main()"
+SABOTAGE = "import sys; exec(sys.argv.pop(1)); train.main()"
 BEFORE = """
+import itertools, os, resource, signal, train
+
 def after_update(act):
     update, made = train.update, itertools.count(1)  # the run goes on from step 1
     def sabotaged(*arguments):
@@ -33,17 +31,6 @@ def after_update(act):
         act(next(made))
     train.update = sabotaged
 """
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny, lottery_file):
-    """Flags of a short run on the lottery, its folder, and a finished run of one step that others start from."""
-    folder = tmp_path_factory.mktemp("faults")
-    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 16 --precision fp32 --lr 1e-4"
-    flags += " --save-every 1 --resume auto"
-    flags = [*flags.split(), "--model", str(tiny()), "--data", str(lottery_file)]
-    launch([*ONE, "train.py", *flags, "--steps", "1", "--out", str(folder / "begun")])
-    return flags, folder
 
 
 def sabotage(run, name: str, code: str, *more: str, like: str | None = "begun", steps: int = 5):
@@ -65,16 +52,13 @@ def whole(out: Path) -> list[int]:
     return [row["step"] for row in rows(out)]
 
 
-# --- faults
-
-
 def test_a_signal_to_all_ranks_is_one_signal(run):
     """SIGTERM twice to both of two ranks, as a scheduler and torchrun send it: the same step is finished and saved on both, and each ends
     with 143. Catches codes that add up over ranks, and a rank that goes on alone and waits for the other for ever.
     """
     flags, folder = run
     (script := folder / "both.py").write_text(
-        f"import itertools, os, signal, train\n{BEFORE}\n"
+        f"{BEFORE}\n"
         "after_update(lambda n: n == 2 and [os.kill(os.getpid(), signal.SIGTERM) for _ in (1, 2)])\n"
         "train.main()"
     )
@@ -133,7 +117,7 @@ train.advantages = advantages
 
 def test_an_engine_with_other_weights_stops_the_run(run):
     """A sync that puts a wrong head into vLLM: step 1 stops with code 1, KL and likely causes, before a checkpoint of
-    what it did to the weights. Catches trap 9 in a run whose log looks fine.
+    what it did to the weights. Catches stale weights in a run whose log looks fine.
     """
     act = """
 stream = train.moe.hf_weights
@@ -147,7 +131,7 @@ train.moe.hf_weights = lambda *z: ((n, t * (5 if "lm_head" in n else 1)) for n, 
 
 
 def test_lost_routes_name_the_setting(run):
-    """Trap 6: an engine that returns no routes: code 1, the setting's name, nothing trained on."""
+    """An engine that returns no routes: code 1, the setting's name, nothing trained on."""
     act = """
 engine = train.rollout.Engine
 train.rollout.Engine = lambda *z, **more: engine(*z, **(more | {"routes": False}))
@@ -194,7 +178,7 @@ def test_a_rank_that_dies_ends_the_others(run):
     flags, folder = run
     script = folder / "dies.py"
     act = "after_update(lambda n: os.environ['RANK'] == '1' and 1 / 0)"
-    script.write_text(f"import os, train\n{BEFORE}\n{act}\ntrain.main()")
+    script.write_text(f"{BEFORE}\n{act}\ntrain.main()")
     begin = time.monotonic()
     shutil.copytree(folder / "begun", folder / "dies")
     done = launch([*TWO, str(script), *flags, "--out", str(folder / "dies")], ok=False)
@@ -208,7 +192,7 @@ def test_a_rank_that_dies_ends_the_others(run):
 
 def test_equal_rewards_do_no_harm_and_a_busy_port_no_matter(run):
     """Answers that nobody gives: every advantage is 0, and the export is the model it started from, bit for bit. The
-    port that distributed programs like best is taken meanwhile (trap 19).
+    port that distributed programs like best is taken meanwhile.
     """
     flags, folder = run
     (folder / "never.jsonl").write_text('{"prompt": "a", "answer": "nobody says this"}\n' * 4)
@@ -273,154 +257,6 @@ def test_finished_is_the_newest_checkpoint_exported(tmp_path):
     assert not checkpoint.finished(tmp_path, older, 1)
     os.utime(tmp_path / "hf", (1, 1))  # of an earlier end
     assert not checkpoint.finished(tmp_path, newest, 2)
-
-
-# --- bad input
-
-
-def bad_input(run, other: Path) -> list[tuple[str, list[str]]]:
-    """What the one line must say, and the flags that are wrong; files are made for it."""
-    flags, folder = run
-    model = Path(flags[flags.index("--model") + 1])
-    begun = folder / "begun"
-
-    def copied(name: str, source: Path) -> Path:
-        shutil.copytree(source, folder / name)
-        return folder / name
-
-    def configured(name: str, **changes) -> list[str]:
-        config = json.loads((copied(name, model) / "config.json").read_text()) | changes
-        (folder / name / "config.json").write_text(json.dumps(config))
-        return ["--model", str(folder / name)]
-
-    def cut(path: Path, size: int = -100) -> None:
-        path.write_bytes(path.read_bytes()[:size])
-
-    def data(name: str, text: str) -> list[str]:
-        (folder / name).write_text(text)
-        return ["--data", str(folder / name)]
-
-    first = "shard-00001-model-00002-of-00004.safetensors"
-    cut(copied("torn", begun) / "checkpoints" / "step-1" / first)
-    (copied("part", begun) / "checkpoints" / "step-1" / first).unlink()
-    (copied("no-record", begun) / "checkpoints" / "step-1" / "run.json").write_text("{")
-    (copied("no-file", begun) / "checkpoints" / "step-1" / "run.json").unlink()
-    half = copied("half", begun) / "checkpoints" / "step-1" / first
-    with safe_open(half, "pt") as f:
-        tensors, about = {n: f.get_tensor(n) for n in f.keys()}, f.metadata()  # noqa: SIM118
-    name = next(n for n in tensors if n.endswith("down_proj"))
-    places = json.loads(about["DCP_SHARDING_INFO"])
-    places[name]["saved_offsets"][0] = 4  # as if another rank had had the first four experts
-    about["DCP_SHARDING_INFO"] = json.dumps(places)
-    save_file({n: t[4:] if n == name else t for n, t in tensors.items()}, half, about)
-    cut(copied("cut", model) / "model.safetensors")
-    (copied("text", model) / "config.json").write_text("not json")
-    (copied("tokenizer", model) / "tokenizer.json").write_text("{")
-    (folder / "file").write_text("")
-    out = ["--out", str(folder / "new")]
-    return [
-        *(
-            (message, [*wrong.split(), *out])
-            for message, wrong in {
-                "--steps 0: must be at least 1": "--steps 0",
-                "--steps: invalid int value: 'x'": "--steps x",
-                "--group-size 1": "--group-size 1",
-                "--prompts-per-step -4": "--prompts-per-step -4",
-                "--max-new-tokens 0": "--max-new-tokens 0",
-                "--minibatches 3: does not divide": "--minibatches 3",
-                "--minibatches 8: does not divide --prompts-per-step 4": "--minibatches 8",
-                "--replay R2: is none with --minibatches 1": "--replay R2",
-                "invalid choice: 'r3'": "--replay r3",
-                "invalid choice: 'fp16'": "--rollout-dtype fp16",
-                "--rollout-tp 2": "--rollout-tp 2",
-                "--rollout-memory 1.5": "--rollout-memory 1.5",
-                "--hsdp-replicas 2": "--hsdp-replicas 2",
-                "--temperature 0.0": "--temperature 0",
-                "--temperature inf": "--temperature inf",
-                "--temperature 0.001": "--temperature 0.001",
-                "--lr -1.0": "--lr -1",
-                "--lr nan": "--lr nan",
-                "--is-cap 0.0": "--is-cap 0",
-                "--eps-low 1.5": "--eps-low 1.5",
-                "--max-grad-norm 0.0": "--max-grad-norm 0",
-                "--max-bad-steps 0": "--max-bad-steps 0",
-                "--keep 0": "--keep 0",
-                "--micro-batch-tokens 0": "--micro-batch-tokens 0",
-                "--eval-every 1": "--eval-every 1",
-                "--is-correction False": "--objective grpo --no-is-correction",
-                "--length-norm True": "--objective cispo --length-norm",
-                "--log-with wandb": "--log-with wandb",
-                "--seed -1": "--seed -1",
-                "unrecognized arguments: --group": "--group 4",
-            }.items()
-        ),
-        ("nowhere/config.json", ["--model", "nowhere", *out]),
-        ("config.json", ["--model", str(folder / "text"), *out]),
-        ("num_experts", [*configured("no-experts", num_experts=None, num_local_experts=None), *out]),
-        ("num_experts_per_tok", [*configured("many", num_experts_per_tok=99), *out]),
-        ("attention_bias", [*configured("bias", attention_bias=True), *out]),
-        ("hidden_size", [*configured("wide", hidden_size="64"), *out]),
-        ("config.json makes it", [*configured("narrow", moe_intermediate_size=16), *out]),
-        (str(folder / "cut" / "model.safetensors"), ["--model", str(folder / "cut"), *out]),
-        ("tokenizer", ["--model", str(folder / "tokenizer"), *out]),
-        ("bad.jsonl:2", [*data("bad.jsonl", '{"prompt": "a", "answer": 1}\n{"prompt"\n'), *out]),
-        ("no-answer.jsonl:1", [*data("no-answer.jsonl", '{"prompt": "a"}\n'), *out]),
-        ("no examples", [*data("empty.jsonl", "\n\n"), *out]),
-        ("no prompt fits", [*data("long.jsonl", f'{{"prompt": "{"a" * 300}", "answer": 1}}'), *out]),
-        (f"--out {folder}/file/x", ["--out", str(folder / "file" / "x")]),
-        ("holds a run", ["--out", str(begun), "--resume", ""]),
-        ("belongs to another", [*out[:1], str(begun), "--resume", str(folder / "part/checkpoints/step-1")]),
-        ("not a checkpoint", [*out, "--resume", str(folder / "file")]),
-        (first, ["--out", str(folder / "torn")]),
-        ("layers.0", ["--out", str(folder / "part")]),
-        ("parts of", ["--out", str(folder / "half")]),
-        ("not a checkpoint of train.py", ["--out", str(folder / "no-record")]),
-        ("not a checkpoint of train.py", ["--out", str(folder / "no-file")]),
-        ("the model's is", ["--model", str(other), "--out", str(begun)]),
-    ]  # fmt: skip
-
-
-MAINS = """
-import json, os, sys
-import train
-train.start = lambda c: print("an engine would have started", file=sys.stderr) or os._exit(99)
-import torch._dynamo  # what the children need, once
-from transformers import AutoTokenizer, TokenizersBackend
-results = []
-for flags in json.load(open(sys.argv[1])):
-    with open(sys.argv[1] + ".err", "w+") as err:
-        if not (child := os.fork()):
-            os.dup2(err.fileno(), 2)
-            sys.argv = ["train.py", *flags]
-            try:
-                train.main()
-            except SystemExit as end:  # without the second that Python takes to leave torch
-                sys.stderr.flush()
-                os._exit(end.code)
-        _, status = os.waitpid(child, 0)
-        err.seek(0)
-        results.append((os.waitstatus_to_exitcode(status), err.read()))
-print(json.dumps(results))
-"""
-
-
-def test_bad_input_is_one_line_and_code_2(run, tiny, tmp_path):
-    """More than 50 mistakes in flags, config.json, tokenizer, weights, data and checkpoints: code 2 and one line that
-    names the flag or file, before an engine starts; an existing run is left as it was. Trap 14: a checkpoint that is cut
-    off, of which a file or a part of a tensor is missing, or of another model, is never half-loaded.
-    """
-    flags, folder = run
-    cases = bad_input(run, tiny(num_hidden_layers=2))
-    assert len(cases) > 50
-    before = {p: p.read_bytes() for p in (folder / "begun").rglob("*") if p.is_file()}
-    (tmp_path / "cases").write_text(json.dumps([[*flags, *wrong] for _, wrong in cases]))
-    done = launch([sys.executable, "-c", MAINS, str(tmp_path / "cases")])
-    results = json.loads(done.stdout.splitlines()[-1])
-    for (message, wrong), (code, error) in zip(cases, results, strict=True):
-        assert code == 2, (wrong, code, error)
-        assert error.count("\n") == 1 and error.startswith("train.py: error: "), (wrong, error)
-        assert message in error, (message, error)
-    assert before == {p: p.read_bytes() for p in (folder / "begun").rglob("*") if p.is_file()}
 
 
 def test_nothing_printed_holds_the_environment(run, monkeypatch):

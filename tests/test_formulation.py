@@ -229,7 +229,7 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
     """Claim (Sec. 3): pi(e_pi)/mu(e_mu) is the product of two factors that each carry two routes; R3 repairs both, R2 one.
 
     The engine here has *equal weights and equal arithmetic* but other experts at some tokens, so any factor other than 1
-    is routing alone. R3 makes the first factor exactly 1; replay on one side only (TRAPS 8) makes the second one wrong.
+    is routing alone. R3 makes the first factor exactly 1; replay on one side only makes the second one wrong.
     Not luck: bitwise equality, after asserting that routes and log-probs differ without replay.
     Catches pi and pi_old under different rules.
     Mutation: routes_for_pi_old gives None for R3 too (replay in one pass only).
@@ -277,7 +277,7 @@ def test_sampled_gradient_converges_at_the_monte_carlo_rate_to_what_the_formula_
     Eq. 5 it is E[sum_t pi/pi_old R grad log pi], with length-norm E[1/|y| sum_t ...]: they converge as fast, elsewhere,
     and their distance from grad J_token is the enumerated one.
     Not luck: 200 repeats at three n over a factor of 256, the mean squared error within 20% of Var/n each time, a bias
-    of over 20 standard errors for the ablations. Catches a wrong denominator (TRAPS 1), a weight that carries a
+    of over 20 standard errors for the ablations. Catches a wrong denominator, a weight that carries a
     gradient, a reward multiplied in twice.
     Mutation: length_norm divides by T instead of the response's length (of the three cases only length-norm fails).
     """
@@ -346,7 +346,7 @@ def test_the_group_mean_as_baseline_rescales_the_gradient_by_g_minus_1_over_g(G)
 
 
 def test_the_mask_asks_pi_old_and_the_weight_asks_mu():
-    """Claim (Sec. 4.1): six tokens of TRAPS 2, both signs of A, by hand; then a pair where confusing pi_old and mu flips M_t.
+    """Claim (Sec. 4.1): six tokens, both signs of A, by hand; then a pair where confusing pi_old and mu flips M_t.
 
     Not luck: exact numbers, of which each is wrong under some confusion of cap, mask and ratio. Catches all of those.
     Mutation: _factors returns the weight as the ratio too, so that the mask asks how far pi is from mu.

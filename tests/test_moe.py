@@ -355,7 +355,7 @@ def test_float64_loop_equals_grouped_and_its_gradients_are_derivatives(tiny):
 
 
 def test_dense_layers_keep_their_slice(tiny):
-    """Trap 5: with mlp_only_layers=[0], the second of 3 layers replays slice 1 and the third slice 2; slice 0 nothing.
+    """With mlp_only_layers=[0], the second of 3 layers replays slice 1 and the third slice 2; slice 0 nothing.
 
     Catches slices counted over sparse layers only, which shifts every layer's experts by one.
     """
@@ -406,7 +406,7 @@ def test_rows_of_minus_one_use_the_router_and_live_reports_it(tiny):
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_recomputation_replays_the_same_experts(tiny, mode):
-    """Trap 7: two micro-batches forward, then both backward, with and without checkpointing: equal gradients and routes.
+    """Two micro-batches forward, then both backward, with and without checkpointing: equal gradients and routes.
 
     Catches routes kept on the module, where the second forward overwrites what the first's recomputation reads, and
     records that the recomputation doubles. Under the same routing pi_old without gradient is pi: ratio 1.
@@ -457,7 +457,7 @@ NEW = ("rope_parameters", "num_local_experts", "num_experts", "rope_theta", "dty
 
 
 def test_config_of_either_transformers_generation(tiny, tmp_path):
-    """Trap 10: keys as transformers 4 and 5 write them give equal logits, which depend on theta; so does head_dim null.
+    """Keys as transformers 4 and 5 write them give equal logits, which depend on theta; so does head_dim null.
 
     Catches a theta that silently becomes 10,000 (fluent but wrong), and a head_dim taken as hidden / heads.
     """
@@ -516,7 +516,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_config_that_cannot_be_honoured_is_refused(tiny, tmp_path, name):
-    """Trap 10: each is a ValueError naming file and key. Catches a default in place of a missing or unsupported value."""
+    """Each is a ValueError naming file and key. Catches a default in place of a missing or unsupported value."""
     drop, changes, key = BAD[name]
     folder = rewrite(tiny(), tmp_path / "bad", drop, **changes)
     with pytest.raises(ValueError, match=key) as caught:

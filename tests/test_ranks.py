@@ -1,21 +1,14 @@
-"""One process, two ranks, a run in pieces: the same numbers. Real torchrun, gloo, FSDP2, vLLM and kill -9, in fp32.
-
-The model and its lottery are those of tests/test_train.py.
-"""
+"""One process, two ranks, a run in pieces: the same numbers. Real torchrun, gloo, FSDP2, vLLM and kill -9, in fp32."""
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ONE, TWO, close, launch, rows, untimed
 from safetensors.torch import load_file
-from test_train import close, launch, rows, untimed
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +63,7 @@ train.os._exit(0)
 def test_two_ranks_make_the_same_update(lottery):
     """On the same rollout of unequal lengths: losses, gradient norms and updated weights of 1 and 2 ranks, within 1e-5;
     N = 1 and 4, each replay mode, with and without recomputed layers; N = 8, where one rank has nothing to train in every
-    mini-batch; and 3 prompts on 2 ranks. Traps 1, 11, 18: gradients averaged over ranks, one rank's numbers, FSDP off.
+    mini-batch; and 3 prompts on 2 ranks. Catches gradients averaged over ranks, one rank's numbers, FSDP off.
     """
     flags, folder = lottery
     (script := folder / "updates.py").write_text(UPDATES)
@@ -151,7 +144,7 @@ train.main()
 def test_a_killed_run_repeats_the_uninterrupted_one(lottery):
     """kill -9 in the second mini-batch of a step (one process) and while a checkpoint is written (one of two ranks),
     then --resume auto: the metrics and the export of the undisturbed run, bit for bit on the same number of ranks;
-    within 1e-5 when the killed run goes on with 2 ranks in place of 1 or 1 in place of 2. Traps 9 and 19: moments, data
+    within 1e-5 when the killed run goes on with 2 ranks in place of 1 or 1 in place of 2. Catches moments, data
     position or seeds that are lost, a checkpoint that is loaded half-written, rows of steps that are run again.
     """
     flags, folder = lottery
@@ -199,7 +192,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(lottery):
 
 def test_soak_in_small(tiny, tmp_path):
     """launch/soak.py with 12 steps and one kill says ok of weights and rows; what memory does in so short a run is noise."""
-    command = [sys.executable, "launch/soak.py", "--steps", "12", "--kills", "1"]
+    command = [*ONE, "launch/soak.py", "--steps", "12", "--kills", "1"]
     done = launch([*command, "--model", str(tiny()), "--out", str(tmp_path / "soak")], ok=False)
     assert "ok: weights bit for bit" in done.stdout, done.stdout + done.stderr
     assert "ok: 12 rows, equal metrics" in done.stdout and "killed after" in done.stdout

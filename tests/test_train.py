@@ -1,26 +1,16 @@
-"""The loop as a user runs it: real train.py, real vLLM, real FSDP2, on a random model of 0.1M parameters.
-
-Its "math" is a lottery: the prompt is a letter, the answer a digit, and a random response's last number is right about
-one time in ten, which is enough for advantages that are not zero.
-"""
+"""The loop as a user runs it: real train.py, vLLM and FSDP2, on a random model of 0.1M parameters and the lottery."""
 
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
+from conftest import close, launch_many, rows
 
-import train
 from launch import checkpoint, report
 from train import Config
 
-ROOT = Path(__file__).resolve().parents[1]
 KEYS = """
     step reward_mean reward_std length_mean truncated_frac zero_adv_group_frac kl_rollout_train
     kl_rollout_train_k3 logp_diff_mean logp_diff_max entropy clip_frac_high clip_frac_low ratio_max
@@ -29,45 +19,6 @@ KEYS = """
     peak_memory_gb
 """
 KEYS = set(re.findall(r"\w+", KEYS))
-TIMED = {"seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gb"}
-
-MANY = """
-import json, sys
-import train
-jobs = json.loads(sys.argv[1])
-acc = train.start(train.Config.from_flags(jobs[0]))
-for flags in jobs:
-    c = train.Config.from_flags(flags)
-    train.train(c, acc, *train.prepare(c))
-train.dist.barrier()
-train.os._exit(0)
-"""
-
-
-def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
-    )
-    assert not ok or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
-
-
-def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (out / name).open(encoding="utf-8")]
-
-
-def untimed(row: dict) -> dict:
-    return {k: v for k, v in row.items() if k not in TIMED}
-
-
-def close(a: dict, b: dict, tolerance: float) -> None:
-    """Every untimed metric of two rows, lists too, within a relative or absolute tolerance."""
-    for key in untimed(a):
-        for x, y in zip(
-            *([r[key]] if not isinstance(r[key], list) else r[key] for r in (a, b)), strict=True
-        ):
-            assert x == y or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +56,7 @@ def many(lottery):
         "eval": "--eval-data addition --eval-samples 2 --steps 2 --save-every 1 --keep 1",
     }
     jobs = [[*flags, "--out", str(folder / name), *more.split()] for name, more in variants.items()]
-    launch([sys.executable, "-c", MANY, json.dumps(jobs)])
+    launch_many(jobs)
     return {name: folder / name for name in variants}
 
 
@@ -148,7 +99,7 @@ def test_fp32_engines_agree_in_the_loop(many):
 def test_metrics_do_not_depend_on_the_split(many):
     """One micro-batch, a dozen of them, recomputed layers: equal metrics, loss and gradient norm within 1e-5.
 
-    Traps 1, 7 and 18: a mean of means, a normalizer per micro-batch, the last micro-batch's numbers.
+    Catches a mean of means, a normalizer per micro-batch, the last micro-batch's numbers.
     """
     for name in ("small-micro-batches", "checkpointing"):
         close(rows(many["plain"])[0], rows(many[name])[0], 1e-5)
@@ -158,7 +109,7 @@ def test_pi_and_pi_old_follow_one_rule(many):
     """While theta stays theta_old, pi/pi_old is 1 to 1e-5 in both mini-batches, under every replay mode.
 
     The engine has int4 weights, so its routes differ, and pi_old of the second mini-batch comes from a pass of its
-    own. Trap 8: replay in one pass only (R3 with pi_old under the live router), or routes of another micro-batch.
+    own. Catches replay in one pass only (R3 with pi_old under the live router), or routes of another micro-batch.
     """
     for mode in ("none", "R2", "R3"):
         row = rows(many[f"still-{mode}"])[0]
@@ -216,96 +167,6 @@ def test_rows_survive_any_text(tmp_path):
     checkpoint.rewind(tmp_path, 0)  # nothing goes with it: moved, not lost
     assert rows(tmp_path, "samples.jsonl.bak") == [odd]
     assert not (tmp_path / "samples.jsonl").exists() and not checkpoint.saved(tmp_path)
-
-
-def mistakes(folder: Path, model: Path) -> dict[str, list[str]]:
-    """What must be in the message -> the flags that are wrong."""
-    (folder / "broken.jsonl").write_text(
-        '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n{"prompt"\n'
-    )
-    (folder / "empty.jsonl").write_text("")
-    (folder / "file").write_text("")
-    for name, change in {
-        "llama": lambda c: c | {"architectures": ["LlamaForCausalLM"]},
-        "no-theta": lambda c: {k: v for k, v in c.items() if "rope" not in k},
-    }.items():
-        shutil.copytree(model, folder / name)
-        config = json.loads((model / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps(change(config)))
-    shutil.copytree(model, folder / "cut")
-    weights = folder / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    shutil.copytree(model, folder / "no-tokenizer")
-    (folder / "no-tokenizer" / "tokenizer.json").unlink()
-    (folder / "no-tokenizer" / "tokenizer_config.json").unlink()
-    (folder / "other" / "step-2").mkdir(parents=True)
-    (folder / "other" / "step-2" / "run.json").write_text('{"step": 2}')
-    (folder / "used").mkdir()
-    (folder / "used" / "metrics.jsonl").write_text("{}\n")
-    f = str(folder)
-    return {
-        "no-such/config.json": ["--model", f"{f}/no-such"],
-        "LlamaForCausalLM": ["--model", f"{f}/llama"],
-        "no value for rope_theta": ["--model", f"{f}/no-theta"],
-        f"{f}/cut": ["--model", f"{f}/cut"],
-        "tokenizer": ["--model", f"{f}/no-tokenizer"],
-        "--minibatches 3": ["--minibatches", "3"],
-        "broken.jsonl:3": ["--data", f"{f}/broken.jsonl"],
-        "empty.jsonl": ["--data", f"{f}/empty.jsonl"],
-        "none.jsonl": ["--data", f"{f}/none.jsonl"],
-        f"--out {f}/file/run": ["--out", f"{f}/file/run"],
-        "--resume auto": ["--out", f"{f}/used"],
-        "belongs to another": ["--out", f"{f}/used", "--resume", f"{f}/other/step-2"],
-        "--group-size 1": ["--group-size", "1"],
-        "--lr inf": ["--lr", "inf"],
-        "--eps-low 2": ["--eps-low", "2"],
-        "--log-with wandb": ["--log-with", "wandb"],
-        "unrecognized arguments: --rep": ["--rep", "R3"],
-        "--temperature 0.0": ["--temperature", "0"],
-        "--lr nan": ["--lr", "nan"],
-        "--rollout-tp 2": ["--rollout-tp", "2"],
-        "--eval-every 5": ["--eval-every", "5"],
-        "--resume nowhere": ["--resume", "nowhere"],
-        "--clip False": ["--objective", "grpo", "--no-clip"],
-        "invalid choice: 'R4'": ["--replay", "R4"],
-        "unrecognized arguments: --replya": ["--replya", "R3"],
-        "--max-new-tokens 300": ["--max-new-tokens", "300"],
-    }
-
-
-def test_mistakes_end_in_one_line_and_code_2(lottery, tmp_path, capsys, monkeypatch):
-    """Two dozen mistakes: one line that names the flag or file, exit code 2, before an engine starts.
-
-    Catches a traceback, a default in place of an error, and a mistake that is found only after minutes of start-up.
-    """
-    flags, _ = lottery
-    monkeypatch.setattr(train, "start", lambda c: pytest.fail(f"an engine would have started: {c}"))
-    for message, wrong in mistakes(tmp_path, Path(flags[flags.index("--model") + 1])).items():
-        argv = [
-            "train.py",
-            *flags,
-            "--prompts-per-step",
-            "8",
-            "--out",
-            str(tmp_path / "out"),
-            *wrong,
-        ]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as stopped:
-            train.main()
-        printed = capsys.readouterr().err
-        assert stopped.value.code == 2, (message, printed)
-        assert message in printed and printed.count("\n") == 1, (message, printed)
-
-
-def test_missing_vllm_is_one_line(lottery, tmp_path):
-    """Without vLLM, a real process ends with code 2 and one line; nothing is left in --out."""
-    flags, _ = lottery
-    hide = "import sys, importlib.util as u; find = u.find_spec; import train; "
-    hide += "train.importlib.util.find_spec = lambda n, *a: None if n == 'vllm' else find(n, *a); train.main()"
-    done = launch([sys.executable, "-c", hide, *flags, "--out", str(tmp_path / "out")], ok=False)
-    assert done.returncode == 2 and "vLLM is not installed" in done.stderr, done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_help_explains_every_flag(capsys, monkeypatch):

@@ -1,7 +1,7 @@
-"""Real work: data sets, rewards, evaluation, dense models, saved rollouts, curves, with real runs on tiny models.
+"""What README's "Your own work" says, done: rewards, evaluation, saved rollouts, dense models, curves.
 
-The runs share one process (test_train.py's MANY) and the lottery: a letter is answered by a digit, rightly about one
-time in ten.
+The runs are real, on tiny models, and share one process. What a data file may hold is in tests/test_data.py, flags and
+files that are wrong in tests/test_mistakes.py.
 """
 
 import itertools
@@ -15,151 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_train import MANY, ROOT, launch, rows, untimed
+from conftest import AIME, CHATS, GSM8K, jsonl, launch_many, rows, untimed
 
 import moe
 import rollout
 import train
-from launch import data, evaluate, handover, models, plan, plot, rewards
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-GSM8K = [
-    {"question": "May: 24 clips. How many in all?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
-    {"question": "12 an hour, 50 minutes?", "answer": "12*50/60 = 10\n#### 10"},
-]
-AIME = [
-    {"id": 60, "problem": r"Find $\sqrt{12}$.", "answer": r"2\sqrt{3}", "solution": "Easy."},
-    {"problem": r"Compute $\frac{1}{2}+1$.", "solution": r"It is $\boxed{\frac{3}{2}}$."},
-    {"problem": "Least n?", "answer": 204, "year": 2024},
-]
-CHATS = [
-    {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "2+2?"},
-        ],
-        "ground_truth": "4",
-    },
-    {
-        "messages": [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": r"\boxed{2}"},
-        ]
-    },
-    {"prompt": [{"role": "user", "content": "3+3?"}], "reward_model": {"ground_truth": "6"}},
-]
-
-
-def jsonl(path: Path, examples: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def chatty(tiny, tmp_path_factory) -> Path:
-    """The tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(tiny(), folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT}))
-    return folder
-
-
-# --- data
-
-
-def test_field_names_of_the_common_sets(tmp_path):
-    """GSM8K's, AIME's and chat rows: prompt and answer are found, other keys stay, and each answer is graded as meant.
-
-    Catches a solution that hides the answer beside it, a reply that stays in the prompt, and a whole solution taken
-    for the answer.
-    """
-    gsm8k, aime, chats = (
-        rollout.load_data(jsonl(tmp_path / f"{i}.jsonl", e))
-        for i, e in enumerate((GSM8K, AIME, CHATS))
-    )
-    assert [e["prompt"] for e in gsm8k] == [e["question"] for e in GSM8K]
-    assert aime[0] == AIME[0] | {"prompt": AIME[0]["problem"]} and aime[2]["answer"] == "204"
-    assert [(e["prompt"], e["answer"]) for e in chats] == [
-        ("2+2?", "4"),
-        ("1+1?", r"\boxed{2}"),
-        ("3+3?", "6"),
-    ]
-    assert [len(e["messages"]) for e in chats] == [2, 1, 1]
-    right = [r"\boxed{72}", "It is 10.", r"\boxed{\sqrt{12}}", r"\boxed{1.5}", "204", "4", "2", "6"]
-    for response, example in zip(right, gsm8k + aime + chats, strict=True):
-        assert rollout.reward(response, example["answer"]) == 1, (response, example)
-        assert rollout.reward(r"\boxed{24}", example["answer"]) == 0, example
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"problem": "a"}, "needs an object with 'answer' .or 'solution', 'ground_truth'"),
-        ({"problem": None, "answer": "b"}, "needs an object with 'prompt'"),
-        ({"messages": [], "answer": "b"}, "messages must be"),
-        (
-            {"messages": [{"role": "system", "content": "x"}], "answer": "b"},
-            "one of them by the user",
-        ),
-        ({"messages": [{"role": "user", "content": ["x"]}], "answer": "b"}, "messages must be"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "needs an object with 'answer'"),
-        ({"prompt": "a", "answer": ["b"]}, "needs an object with 'answer'"),
-    ],
-)
-def test_rows_that_lack_something_are_named(tmp_path, row, says):
-    """File, line and what is missing. Catches the answer "None", and a chat without a question."""
-    with pytest.raises(ValueError, match=f"data.jsonl:2: .*{says}"):
-        rollout.load_data(jsonl(tmp_path / "data.jsonl", [AIME[0], row]))
-
-
-def test_templates(chatty, tiny, tmp_path):
-    """The chat template where the model has one, the text alone where not, --prompt-template over both.
-
-    Catches a template that is applied twice or to one format only, and braces of LaTeX taken for fields.
-    """
-    decode = data.tokenizer_of(chatty).decode
-
-    def prompts(model, examples, template=""):
-        path = str(jsonl(tmp_path / "data.jsonl", examples))
-        return [
-            decode(e["tokens"]) for e in data.load_prompts(path, model, 200, 0, template=template)
-        ]
-
-    assert prompts(chatty, GSM8K[1:]) == ["<user>12 an hour, 50 minutes?\n<assistant>"]
-    assert prompts(chatty, CHATS[:2]) == [
-        "<system>Be brief.\n<user>2+2?\n<assistant>",
-        "<user>1+1?\n<assistant>",
-    ]
-    assert prompts(tiny(), CHATS[:2]) == ["Be brief.\n2+2?", "1+1?"]
-    template = r"Q: {prompt} Use \boxed{}. {"
-    assert prompts(chatty, CHATS[:1], template) == [r"Q: 2+2? Use \boxed{}. {"]
-    assert prompts(tiny(), GSM8K[1:], "{prompt}") == [GSM8K[1]["question"]]
-
-
-def test_several_files_and_their_names(tiny, tmp_path):
-    """--data a,b holds both, each example with its name; addition keeps its own rule beside math."""
-    a, b = (str(jsonl(tmp_path / f"{n}.jsonl", e)) for n, e in (("a", GSM8K), ("b", AIME)))
-    c = train.Config(model=str(tiny()), data=f"{a}, {b},addition", eval_data=b, max_new_tokens=100)
-    examples, held_out = data.prepare(c, 256)
-    assert [e["data"] for e in examples] == [a] * 2 + [b] * 3 + ["addition"] * 4096
-    assert [e["data"] for e in held_out] == [b] * 3
-    sums = examples[-1]
-    assert rewards.auto("", "#" + sums["answer"], sums["answer"], sums) == 1
-    assert rewards.auto("", sums["answer"], sums["answer"], sums) == 0  # no mark
-    assert rewards.auto("", "so 72", examples[0]["answer"], examples[0]) == 1
-    for wrong, says in (
-        (f"{a},", "empty name"),
-        ("hf:some/set:test", "needs the datasets library"),
-    ):
-        if says == "needs the datasets library" and data.importlib.util.find_spec("datasets"):
-            continue
-        c.data = wrong
-        with pytest.raises(ValueError, match=says):
-            data.prepare(c, 256)
-
+from launch import evaluate, handover, models, plan, plot, rewards
 
 # --- rewards
 
@@ -268,20 +129,17 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, chatty, tmp_path_factory):
+def runs(tiny, chatty, lottery_file, tmp_path_factory):
     """Runs in one process: name -> folder."""
     folder = tmp_path_factory.mktemp("work")
-    lottery = [
-        {"prompt": chr(97 + i % 26) * (1 + i % 7), "answer": i % 10, "level": 1} for i in range(40)
-    ]
-    lottery, mixed = jsonl(folder / "lottery.jsonl", lottery), folder / "mixed"
+    mixed = folder / "mixed"
     mixed.mkdir()
     sets = {"gsm8k": GSM8K, "aime": AIME, "chat": CHATS}
     mixed = ",".join(str(jsonl(mixed / f"{name}.jsonl", rows)) for name, rows in sets.items())
     (folder / "mine.py").write_text(REWARDS)
     shared = "--prompts-per-step 8 --group-size 4 --max-new-tokens 24 --precision fp32 --lr 1e-3 "
-    shared += f"--model {tiny()} --data {lottery} --minibatches 2 "
-    held = f"--eval-data {lottery},{folder}/mixed/aime.jsonl --eval-samples 4 --eval-temperature 0.7 --eval-top-p 0.9 "
+    shared += f"--model {tiny()} --data {lottery_file} --minibatches 2 "
+    held = f"--eval-data {lottery_file},{folder}/mixed/aime.jsonl --eval-samples 4 --eval-temperature 0.7 --eval-top-p 0.9 "
     held += "--eval-max-new-tokens 30 "
     dense = f"--model {tiny(dense=True, tie_word_embeddings=True)} --steps 2"
     variants = {
@@ -304,8 +162,8 @@ def runs(tiny, chatty, tmp_path_factory):
         for name, more in variants.items()
     ]
     jobs.append([*jobs[-1], "--steps", "2", "--resume", "auto"])
-    launch([sys.executable, "-c", MANY, json.dumps(jobs)])
-    return {name: folder / name for name in [*variants, "lottery.jsonl", "mine.py", "rollouts"]}
+    launch_many(jobs)
+    return {name: folder / name for name in [*variants, "rollouts"]}
 
 
 def export(run: Path) -> bytes:
@@ -320,7 +178,7 @@ def test_evaluation_does_not_change_training(runs):
     assert evaluated[0]["seconds"]["eval"] > 0 == plain[0]["seconds"]["eval"]
 
 
-def test_evaluation_rows(runs):
+def test_evaluation_rows(runs, lottery_file):
     """eval.jsonl is what eval_problems.jsonl adds up to: avg@k, pass@k, lengths, truncated, by data set.
 
     Catches the training's length and temperature in evaluation, and problems that lost their order.
@@ -337,9 +195,7 @@ def test_evaluation_rows(runs):
         assert math.isclose(scores.max(1).mean(), row["pass_at_k"], abs_tol=1e-9)
         assert row["pass_at"].keys() == {"1", "2", "4"} and row["pass_at"]["4"] == row["pass_at_k"]
         assert math.isclose(row["pass_at"]["1"], row["avg_at_k"], abs_tol=1e-9)
-        assert math.isclose(
-            scores[:40].mean(), row["data"][str(runs["lottery.jsonl"])], abs_tol=1e-9
-        )
+        assert math.isclose(scores[:40].mean(), row["data"][str(lottery_file)], abs_tol=1e-9)
         assert lengths.max() == 30 == row["max_new_tokens"] and row["length_mean"] == lengths.mean()
         assert row["truncated_frac"] == sum(p["truncated"] for p in mine) / scores.size
         assert (row["temperature"], row["top_p"], row["reward_errors"]) == (0.7, 0.9, 0)
@@ -482,40 +338,7 @@ def test_a_dense_model_trains(runs, tiny):
     assert not torch.equal(start.layers[0].mlp.up_proj.weight, end.layers[0].mlp.up_proj.weight)
 
 
-# --- mistakes and curves
-
-
-def test_mistakes_end_in_one_line_and_code_2(runs, tiny, tmp_path, capsys, monkeypatch):
-    """As in test_train.py, for the flags of this file."""
-    monkeypatch.setattr(train, "start", lambda c: pytest.fail(f"an engine would have started: {c}"))
-    dense, lottery = str(tiny(dense=True, tie_word_embeddings=True)), str(runs["lottery.jsonl"])
-    (tmp_path / "full").write_text("")
-    for message, wrong in {
-        "--replay R2": ["--model", dense, "--replay", "R2"],
-        "--replay R3": ["--model", dense, "--replay", "R3"],
-        "--model no-such/model": ["--model", "no-such/model"],
-        "--eval-only True: needs": ["--eval-only"],
-        "holds no checkpoint": ["--eval-only", "--eval-data", lottery, "--resume", "auto"],
-        "--eval-top-p 1.5": ["--eval-top-p", "1.5"],
-        "--eval-temperature -1.0": ["--eval-temperature", "-1"],
-        "--eval-max-new-tokens -1": ["--eval-max-new-tokens", "-1"],
-        "--eval-max-new-tokens 300": ["--eval-data", lottery, "--eval-max-new-tokens", "300"],
-        "--prompt-template Q: must hold {prompt}": ["--prompt-template", "Q"],
-        "must be path/to/file.py:function": ["--reward", "mine"],
-        "no function none": ["--reward", f"{runs['mine.py']}:none"],
-        "invalid choice: 'ignore'": ["--reward-errors", "ignore"],
-        "--load-rollouts nowhere: holds no step 0": ["--load-rollouts", "nowhere"],
-        "without --eval-data": ["--load-rollouts", "nowhere", "--eval-data", lottery],
-        "holds rollouts already": ["--save-rollouts", str(runs["rollouts"])],
-        f"--save-rollouts {tmp_path}/full/x": ["--save-rollouts", f"{tmp_path}/full/x"],
-    }.items():
-        flags = ["--model", str(tiny()), "--data", lottery, "--out", str(tmp_path / "out"), *wrong]
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
-        with pytest.raises(SystemExit) as stopped:
-            train.main()
-        printed = capsys.readouterr().err
-        assert stopped.value.code == 2, (message, printed)
-        assert message in printed and printed.count("\n") == 1, (message, printed)
+# --- curves
 
 
 def test_curves_and_table(runs, tmp_path, capsys, monkeypatch):
@@ -538,4 +361,3 @@ def test_curves_and_table(runs, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         plot.main()
     assert "--panels seconds" in capsys.readouterr().err
-    assert ROOT.is_dir()
