@@ -10,7 +10,8 @@ large as a big model's by rounding the rollout weights to 4 bits per output chan
 paper the mini-batch stays (4 prompts x 8 responses) and N makes the batch, so that runs of all N see the same data and
 updates, staler ones with larger N. grid1 and grid8 are the learning rates that were tried for it.
 
-Hardware: 2 cores, --jobs 2 (one thread a run).
+Hardware: 2 cores, --jobs 2 (one thread a run): Fig. 1 to 5 took 39, 12, 11, 26 and 9 minutes, beside other jobs
+(2026-12-01).
 """
 
 import argparse
@@ -191,6 +192,18 @@ def known(values: list) -> list[float]:
     return [v for v in values if v is not None]
 
 
+def smooth(values: list) -> np.ndarray:
+    """Means of each point and the two before it, null left out."""
+    return np.array([np.mean(known(values[max(0, i - 2) : i + 1]) or [np.nan]) for i in range(len(values))])  # fmt: skip
+
+
+def halves_at(r: dict) -> int | None:
+    """The point at which the reward, smoothed, has fallen below half of its best so far; it may rise again."""
+    reward = smooth(r["series"]["reward_mean"])
+    below = np.flatnonzero(reward < np.maximum.accumulate(reward) / 2)
+    return int(below[0]) if len(below) else None
+
+
 def diverged(r: dict) -> bool:
     """It stopped itself, or its reward ended below half of what it began with."""
     reward = r["series"]["reward_mean"]
@@ -199,7 +212,7 @@ def diverged(r: dict) -> bool:
 
 def summary(results: dict) -> dict[str, dict]:
     """Recipe -> over its seeds: reward of the first two and of the last five points (mean, least, largest), the best
-    five in a row (mean), KL and agreement at the end (mean), and how many runs diverged."""
+    five in a row (mean), KL and agreement at the end (mean), how many runs halved (`halves_at`) and diverged."""
     table = {}
     for recipe in dict.fromkeys(r["recipe"] for r in results["runs"]):
         runs = [r for r in results["runs"] if r["recipe"] == recipe]
@@ -210,13 +223,14 @@ def summary(results: dict) -> dict[str, dict]:
         table[recipe] = {
             "seeds": len(runs), "begin": float(np.mean([np.mean(z[:2]) for z in rewards])),
             "best": float(np.mean(best)), "end": float(np.mean(ends)), "least": float(min(ends)),
-            "largest": float(max(ends)), "diverged": sum(map(diverged, runs)),
+            "largest": float(max(ends)), "halved": sum(halves_at(r) is not None for r in runs),
+            "diverged": sum(map(diverged, runs)),
             "kl": last["kl_rollout_train_k3"], "agreement": last["routing_agreement"],
         }  # fmt: skip
     return table
 
 
-HEAD = "| figure | recipe | reward: first | best | last [range over seeds] | KL (k3) | agreement | diverged |"
+HEAD = "| figure | recipe | reward: first | best | last [range over seeds] | KL (k3) | agreement | halved | diverged |"
 
 
 def rows(results: dict) -> list[str]:
@@ -225,38 +239,36 @@ def rows(results: dict) -> list[str]:
     for recipe, z in summary(results).items():
         end = f"{z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
         cells = [results["figure"], recipe, f"{z['begin']:.2f}", f"{z['best']:.2f}", end]
-        cells += [f"{z['kl']:.1e}", f"{z['agreement']:.3f}", f"{z['diverged']} of {z['seeds']}"]
+        cells += [f"{z['kl']:.1e}", f"{z['agreement']:.3f}"]
+        cells += [f"{z[how]} of {z['seeds']}" for how in ("halved", "diverged")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def smooth(values: list) -> np.ndarray:
-    """Means of each point and the two before it, null left out."""
-    return np.array([np.mean(known(values[max(0, i - 2) : i + 1]) or [np.nan]) for i in range(len(values))])  # fmt: skip
-
-
-def collapse(r: dict) -> int | None:
-    """The point at which the reward has fallen below half of the best so far."""
-    reward = smooth(r["series"]["reward_mean"])
-    below = np.flatnonzero(reward < np.maximum.accumulate(reward) / 2)
-    return int(below[0]) if len(below) else None
-
-
 def foretold(runs: list[dict], points: int = 3) -> dict[str, float]:
-    """Runs that collapse after the first `points` and those that never do; and how often KL and first-order gap tell
-    them apart by then: the share of pairs of one and the other in which the former's mean is the larger (0.5: chance)."""
-    collapses = [(r, collapse(r)) for r in runs]
-    later = [r for r, at in collapses if at is not None and at >= points]
-    never = [r for r, at in collapses if at is None]
+    """Runs that halve after the first `points` and those that never do; and how often KL and first-order gap tell them
+    apart by then: the share of pairs of one and the other in which the former's mean is the larger (0.5: chance)."""
+    halves = [(r, halves_at(r)) for r in runs]
+    later = [r for r, at in halves if at is not None and at >= points]
+    never = [r for r, at in halves if at is None]
 
     def early(r: dict, metric: str) -> float:
         return np.mean(known(r["series"][metric][:points]))
 
-    found = {"collapsed": len(later), "others": len(never)}
+    found = {"later": len(later), "never": len(never)}
     for name, metric in (("kl", "kl_rollout_train_k3"), ("gap", "first_order_gap")):
         wins = [early(a, metric) > early(b, metric) for a in later for b in never]
         found[name] = float(np.mean(wins)) if wins else float("nan")
     return found
+
+
+OMENS = "| figure | runs that halve later | that never do | told apart by KL | by first-order gap |"
+
+
+def omens(results: dict) -> str:
+    """What foretells that a run of this figure halves: a row of Markdown, as README has it."""
+    z = foretold(results["runs"])
+    return f"| {results['figure']} | {z['later']} | {z['never']} | {z['kl']:.2f} | {z['gap']:.2f} |"
 
 
 def draw(results: dict, out: Path) -> None:
@@ -276,8 +288,8 @@ def draw(results: dict, out: Path) -> None:
         axis.grid(alpha=0.25)
         if log:
             axis.set_yscale("log")
-    axes[0].legend(fontsize=7, ncols=3)
-    axes[0].set_title(results["title"], fontsize=10)
+    axes[0].legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    figure.suptitle(results["title"], fontsize=10)
     axes[-1].set_xlabel(f"gradient updates (points: means of {BIN})")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
@@ -297,12 +309,8 @@ def main() -> None:
     for figure in PAPER if "all" in args.figures else args.figures:
         results = make(figure, args.budget, args.jobs, args.out)
         draw(results, args.out / f"figure_{figure}.png")
-        print(
-            f"\n{results['title']}, {results['updates']} updates a run",
-            HEAD,
-            *rows(results),
-            sep="\n",
-        )
+        about = f"{results['title']}, {results['updates']} updates a run"
+        print("", about, HEAD, *rows(results), "", OMENS, omens(results), sep="\n")
 
 
 if __name__ == "__main__":
