@@ -124,9 +124,8 @@ def minirl_loss(
     keep = ~(too_high | too_low) if clip else torch.ones_like(mask)  # M_t
     w = weight if is_correction else ratio  # Eq. 5; w/o train-infer-IS its second factor alone
     coefficient = keep * w.clamp(max=is_cap) * adv[:, None]
-    per_token = coefficient * logp.masked_fill(
-        ~mask, 0.0
-    )  # its gradient is Eq. 4, A for R, masked and capped
+    # The gradient of this is Eq. 4, with A for R, masked and capped.
+    per_token = coefficient * logp.masked_fill(~mask, 0.0)
     if length_norm:
         per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
     loss = -per_token.sum() / denom

@@ -109,11 +109,11 @@ class MicroBatch:
     mask: torch.Tensor  # (B, T) bool, true on response tokens
     logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
     adv: torch.Tensor  # (B,) fp32
-    experts_rollout: (
-        torch.Tensor
-    )  # (B, T, L, K) int16, e_mu; those at t shape the log-prob of t + 1
-    logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old, once it is known
-    experts_old: torch.Tensor | None = None  # the same, theta_old's own choice: e_pi_old, unless R3
+    # (B, T, L, K) int16, the inputs' experts: those at t shape the log-prob of t + 1
+    experts_rollout: torch.Tensor  # e_mu
+    # What theta_old says, once it is known:
+    logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old
+    experts_old: torch.Tensor | None = None  # e_pi_old, the router's choice (R3: after e_mu below)
 
     def to(self, device: torch.device) -> "MicroBatch":
         known = {name: value for name, value in vars(self).items() if value is not None}

@@ -149,10 +149,8 @@ def gaps(policy: nn.Module, direction: Tensor, steps: list[float], replay: bool)
     mask, theta = policy.mask, parameters_to_vector(policy.parameters()).detach().clone()
     rewards = torch.rand(len(mask), generator=torch.Generator().manual_seed(0)).double()
     logp_mu, routes = policy()
-    logp_mu, inputs = (
-        logp_mu.detach(),
-        mask.roll(-1, 1),
-    )  # an input is what a response token follows
+    logp_mu = logp_mu.detach()
+    inputs = mask.roll(-1, 1)  # what a response token follows
     out = {"h": steps, "objective": [], "gradient": [], "size": [], "flips": []}
     for h in steps:
         logp, used = logprobs_at(policy, theta + h * direction, routes if replay else None)

@@ -302,9 +302,8 @@ def test_replayed_gates_come_from_the_live_router(tiny, normalize):
     """
     block = moe.load_pretrained(tiny(norm_topk_prob=normalize)).layers[1].mlp
     x = torch.randn(6, 64)
-    given = torch.tensor(
-        [[7, 0], [3, 5], [0, 7], [2, 1], [6, 3], [4, 2]]
-    )  # order inside K matters not
+    # Their order inside K matters not.
+    given = torch.tensor([[7, 0], [3, 5], [0, 7], [2, 1], [6, 3], [4, 2]])
     y, used, _ = block(x, given)
     rows = []
     for t in range(6):
@@ -561,9 +560,8 @@ def test_folders_round_trip_bit_for_bit(tiny, tmp_path, name):
             index = json.loads((out / "model.safetensors.index.json").read_text())
             assert index["weight_map"] == {n: f.name for f in files for n in load_file(f)}
             assert index["metadata"]["total_size"] == sum(w.nbytes for w in stored.values())
-            assert (
-                len(files) > 3 and max(f.stat().st_size for f in files) < 80_000
-            )  # limit, one tensor, header
+            # The limit, one tensor more, a header.
+            assert len(files) > 3 and max(f.stat().st_size for f in files) < 80_000
         else:
             assert [f.name for f in files] == ["model.safetensors"]
         again = dict(moe.load_pretrained(out).named_parameters())

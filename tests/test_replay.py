@@ -101,9 +101,8 @@ def test_check_routes(rows, says):
 def responses(**changes):
     """Four sound responses of 3 tokens after a prompt of 2, as the engine would hand them over, with `changes`."""
     rows = np.arange(4, dtype=np.uint8)[:, None, None]
-    record = np.concatenate([(rows + i) % 8 for i in range(2)], -1).repeat(
-        3, 1
-    )  # (4, L = 3, K = 2)
+    # (4, L = 3, K = 2)
+    record = np.concatenate([(rows + i) % 8 for i in range(2)], -1).repeat(3, 1)
     fields = {
         "tokens": [np.arange(5, dtype=np.int32) + b for b in range(4)],
         "prompt_lens": np.full(4, 2, np.int32),
