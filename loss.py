@@ -162,7 +162,9 @@ def cispo_loss(
     return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
 
 
-# name -> (objective, what its `denom` counts over the whole mini-batch, are advantages divided by the deviation)
+# name -> (objective, what its `denom` counts over the whole mini-batch, are advantages divided by the deviation).
+# An objective takes what grpo_loss takes, more where it likes, and returns a 0-d loss, whose gradient goes through logp
+# alone, and _stats(...). A response without response tokens adds 0 to it, whatever its adv: ranks pad with such.
 OBJECTIVES = {
     "minirl": (minirl_loss, "responses", False),
     "grpo": (grpo_loss, "responses", True),

@@ -40,7 +40,7 @@ from launch import files
 
 ARCHITECTURE, DENSE = "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-SUPPORTED |= {"rope_type": "default"}
+SUPPORTED |= {"rope_type": "default", "shared_expert_intermediate_size": 0}
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
 
@@ -94,7 +94,7 @@ class MoEConfig:
             found |= {"num_experts": 1, "num_experts_per_tok": 1, "decoder_sparse_step": 2**31}
             found |= {"norm_topk_prob": True, "moe_intermediate_size": hf.get("intermediate_size")}
         for key, only in SUPPORTED.items():
-            if found.get(key, only) != only:
+            if found.get(key, only) not in (None, only):
                 raise ValueError(f"{key} = {found[key]!r} is not supported, only {only!r}")
         wanted = {f.name: f.type for f in fields(cls) if f.name != "hf"}
         c = cls(**files.values(found, wanted), hf=hf)
@@ -213,7 +213,7 @@ class MoE(nn.Module):
 
 
 class MLP(nn.Module):
-    """A dense layer: the one expert that every token takes."""
+    """A dense layer's, in place of MoE: the same arguments and returns, no routes."""
 
     def __init__(self, c: MoEConfig):
         super().__init__()
@@ -362,9 +362,9 @@ def check_weights(config: MoEConfig, model_dir: str | Path) -> dict[str, Path]:
     """
     stored, wanted = files.headers(model_dir), stored_shapes(config)
     for name in [*wanted, *stored]:
-        is_, should = stored.get(name, (None, None))[1], wanted.get(name)
+        is_, should = stored.get(name, (0, "missing"))[1], wanted.get(name, "unknown")
         if is_ != should:
-            raise ValueError(f"{model_dir}: {name} is {is_}, config.json makes it {should}")
+            raise ValueError(f"{model_dir}: {name} is {is_}, by config.json {should}")
     return {name: file for name, (file, _) in stored.items()}
 
 

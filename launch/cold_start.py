@@ -1,6 +1,7 @@
 """Makes the embedded toy: a 1.8M-parameter Qwen3-MoE that adds rightly when greedy and half the time when sampled.
 
     python launch/cold_start.py --out runs/cold-start
+    python launch/cold_start.py --out runs/cold-sort --demonstrations sort.jsonl      # {"prompt": .., "response": ..}
 
 Hardware: 2 CPU cores, about 70 s when they are idle, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00,
 and reward 0.50 at temperature 1. Last run 2026-11-30.
@@ -12,7 +13,8 @@ probability 1 - r, so its greedy answer is right, and a sampled one with probabi
 The errors are what policy gradient has to remove.
 
 The folder is an ordinary checkpoint, made once: a second call with the same settings, code and torch leaves it alone.
-A character's token is its ASCII code, so any plain text can be a prompt. The same seed gives the same bits.
+A character's token is its ASCII code, so any plain text of up to 511 can be a prompt; the model of a task of your own
+learns from a file with demonstrations of it. The same seed gives the same bits.
 """
 
 import argparse
@@ -105,28 +107,56 @@ def slip(number: int, largest: int, error_rate: float, rng: random.Random) -> in
 STYLES = {"columns": columns, "places": places, "running": running}
 
 
-def demonstrations(n: int, seed: int, error_rate: float, style: str) -> tuple[Tensor, int]:
-    """Prompt, flawed response, EOS, padding: tokens (n, T), and the length of the prompts, which all share it."""
+def additions(n: int, seed: int, error_rate: float, style: str) -> list[tuple[str, str]]:
+    """n prompts of the task, each with a flawed response."""
     rng = random.Random(seed)
     problems = addition(n, 10**9 + seed)  # not those that train.py draws with a small seed
     prompts = [problem["prompt"] for problem in problems]
-    texts = [prompt + STYLES[style](prompt, error_rate, rng) for prompt in prompts]
-    rows = [torch.tensor([*text.encode(), EOS]) for text in texts]
-    return pad_sequence(rows, batch_first=True, padding_value=PAD), len(prompts[0])
+    return [(prompt, STYLES[style](prompt, error_rate, rng)) for prompt in prompts]
 
 
-def train(data: Tensor, prompt: int, seed: int) -> tuple[MoETransformer, float]:
-    """One pass over data (n, T) -> model and the mean loss of the last tenth, nats per response token."""
+def of_file(path: Path, n: int, seed: int) -> list[tuple[str, str]]:
+    """n prompts with their responses, out of JSON lines, in a new order each time round. ValueError names a bad line."""
+    longest, found, picked = CONFIG["max_position_embeddings"] - 1, [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            found.append((row["prompt"], row["response"]))
+            codes = bytes("".join(found[-1]), "ascii")
+            fine = row["prompt"] and min(codes) > UNK and len(codes) <= longest
+        except (ValueError, KeyError, TypeError):
+            fine = False
+        if not fine:
+            needs = f'"prompt" and "response", ASCII text of up to {longest} characters together'
+            raise ValueError(f"--demonstrations {path}:{number}: needs {needs}")
+    if not found:
+        raise ValueError(f"--demonstrations {path}: is empty")
+    rng = random.Random(seed)
+    while len(picked) < n:
+        picked += rng.sample(found, len(found))
+    return picked[:n]
+
+
+def encode(pairs: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """Prompt, response, EOS, padding: tokens (n, T), and a mask (n, T) that is true on response and EOS."""
+    rows = [torch.tensor([*(prompt + response).encode(), EOS]) for prompt, response in pairs]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=PAD)
+    starts = torch.tensor([len(prompt) for prompt, _ in pairs])
+    return tokens, (torch.arange(tokens.shape[1]) >= starts[:, None]) & (tokens != PAD)
+
+
+def train(data: Tensor, mask: Tensor, seed: int) -> tuple[MoETransformer, float]:
+    """One pass over data (n, T) -> model and the mean loss of the last tenth, nats per token of the mask (n, T)."""
     torch.set_num_threads(2)  # sums depend on how they are split: the same on every machine
     torch.use_deterministic_algorithms(True)
     model = MoETransformer(MoEConfig.from_dict(CONFIG)).init_weights(seed, INIT_STD)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    losses, batches = [], data.split(BATCH)
-    for step, tokens in enumerate(bar := tqdm(batches, desc="cold start", mininterval=1.0)):
+    losses, batches = [], list(zip(data.split(BATCH), mask.split(BATCH), strict=True))
+    for step, (tokens, learn) in enumerate(
+        bar := tqdm(batches, desc="cold start", mininterval=1.0, disable=None)
+    ):
         hidden, _ = model(tokens, lengths=(tokens != PAD).sum(1))
-        response = tokens[:, prompt:]
-        mask = response != PAD
-        logp, _ = model.logprobs(hidden[:, prompt - 1 : -1][mask], response[mask])
+        logp, _ = model.logprobs(hidden[:, :-1][learn[:, 1:]], tokens[learn])
         loss = -logp.mean()
         optimizer.zero_grad()
         loss.backward()
@@ -171,8 +201,9 @@ def stamp_of(args: argparse.Namespace) -> str:
     """Everything that the weights depend on, as text."""
     files = [Path(__file__), Path(inspect.getfile(MoETransformer))]
     code = b"".join(file.read_bytes() for file in files) + inspect.getsource(addition).encode()
+    code += args.demonstrations.read_bytes() if args.demonstrations else b""
     made_with = {"torch": torch.__version__, "code": hashlib.sha256(code).hexdigest()}
-    return json.dumps(vars(args) | made_with | {"out": None}, indent=2)
+    return json.dumps(vars(args) | made_with | {"out": None}, indent=2, default=str)
 
 
 def make(args: argparse.Namespace) -> str:
@@ -186,8 +217,12 @@ def make(args: argparse.Namespace) -> str:
     if out.exists() and not found.is_file():
         raise ValueError(f"--out {args.out}: exists, and cold_start.py did not make it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    data = demonstrations(args.steps * BATCH, args.seed, args.error_rate, args.style)
-    model, loss = train(*data, args.seed)
+    n = args.steps * BATCH
+    if args.demonstrations:
+        pairs = of_file(args.demonstrations, n, args.seed)
+    else:
+        pairs = additions(n, args.seed, args.error_rate, args.style)
+    model, loss = train(*encode(pairs), args.seed)
     write_folder(model, out, stamp)
     size = sum(p.numel() for p in model.parameters())
     return f"{size:,} parameters, {time.time() - began:.0f} s, loss {loss:.4f}"
@@ -200,6 +235,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help=f"of {BATCH} demonstrations each")
     parser.add_argument("--error-rate", type=float, default=0.16, help="errors per column")
     parser.add_argument("--style", choices=STYLES, default="columns", help="of the scratchpad")
+    own = "JSON lines with prompt and response, in place of addition"
+    parser.add_argument("--demonstrations", type=Path, help=own)
     args = parser.parse_args()
     try:
         print(f"{args.out}: {make(args)}")

@@ -58,7 +58,10 @@ def load_prompts(
             raise ValueError(f"{name}: {why} ({line(error)})") from None
     fit = [e | {"tokens": t} for e, t in zip(data, tokens, strict=True) if 0 < len(t) <= room]
     if not fit:
-        raise ValueError(f"{name}: no prompt fits into {room} tokens beside a whole response")
+        shortest = f"the shortest has {min(map(len, tokens), default=0)}"
+        raise ValueError(
+            f"{name}: no prompt fits into {room} tokens beside a response ({shortest})"
+        )
     if len(fit) < len(data) and os.environ.get("RANK", "0") == "0":
         print(f"{name}: {len(data) - len(fit)} of {len(data)} prompts do not fit, dropped")
     return fit
@@ -112,4 +115,5 @@ def tokenizer_of(model_dir: str | Path):
         raise ValueError(f"{model_dir}: no usable tokenizer ({line(error)})") from None
     if len(tokenizer) < 2:  # what transformers makes of a folder that holds none
         raise ValueError(f"{model_dir}: holds no tokenizer")
+    tokenizer.model_max_length = 10**9  # what is too long is dropped here, without its warning
     return tokenizer

@@ -58,7 +58,7 @@ def write(step: int, batch, examples: list[dict], c, acc: Accelerator) -> None:
     row |= {"length_mean": length.mean(), "truncated_frac": truncated.mean()}
     row |= {"reward_errors": int(failed.sum())}
     row |= {"data": {name: reward[source == name].mean() for name in dict.fromkeys(source)}}
-    row |= sampling(c) | {"seed": c.seed, "model": c.model}
+    row |= sampling(c) | {"seed": c.seed, "model": c.model, "reward": c.reward}
     acc.log({f"eval_{name}": row[name] for name in ("avg_at_k", "pass_at_k")}, step=step - 1)
     if not acc.is_main_process:
         return

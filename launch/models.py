@@ -21,8 +21,8 @@ def folder(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=WANTED)
     except Exception as error:  # of the HTTP client, the cache or the hub: many kinds
-        why = f"no such folder, and the hub gives none of that name ({line(error)})"
-        raise ValueError(f"--model {name}: {why}") from None
+        why = "no such folder (launch/cold_start.py makes the toy's), and the hub gives none of that name"
+        raise ValueError(f"--model {name}: {why} ({line(error)})") from None
 
 
 def routed(config: moe.MoEConfig) -> bool:

@@ -3,14 +3,15 @@
     --reward path/to/file.py:function        def function(prompt, response, answer, example) -> float
 
 prompt, response and answer are text, example the whole row of the data file. The file runs when it is named, and only
-then. A built-in rule never fails; what yours raises, or a reward that is no finite number, stops the run and shows the
-sample, or with --reward-errors zero counts as 0 and is counted.
+then; it may import what lies beside it. A built-in rule never fails; what yours raises, or a reward that is no finite
+number, stops the run and shows line and sample, or with --reward-errors zero counts as 0 and is counted.
 """
 
 import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -41,6 +42,7 @@ def find(name: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"reward_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.append(str(Path(file).resolve().parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -57,6 +59,13 @@ def find(name: str) -> Callable:
     return found
 
 
+def place(error: Exception, file: str) -> str:
+    """The last line of this file that the error came through, if any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename).resolve() == Path(file).resolve()]
+    return f" (line {lines[-1]})" if lines else ""
+
+
 def score(batch: Rollout, examples: list[dict], c) -> Rollout:
     """The batch with its rewards (B,) float32, and where the function failed (B,) bool. Group ids index `examples`.
     guard.Stopped, with the sample, for a failure that --reward-errors does not forgive."""
@@ -66,13 +75,14 @@ def score(batch: Rollout, examples: list[dict], c) -> Rollout:
         example = examples[group]
         sample = {"prompt": example["prompt"], "response": response, "answer": example["answer"]}
         try:
-            value = float(function(*sample.values(), dict(example)))
-            if not np.isfinite(np.float32(value)):
-                raise ValueError(f"the reward is {value}")
+            value = function(*sample.values(), dict(example))
+            if isinstance(value, str | None) or not np.isfinite(np.float32(float(value))):
+                raise ValueError(f"the reward is {value!r}")
             rewards[b] = value
         except Exception as error:
             if c.reward_errors == "stop":
                 shown = json.dumps(sample, ensure_ascii=False, indent=2)
-                raise guard.Stopped(f"--reward {c.reward}: {line(error)}, on\n{shown}") from error
+                why = f"{line(error)}{place(error, c.reward.rpartition(':')[0])}"
+                raise guard.Stopped(f"--reward {c.reward}: {why}, on\n{shown}") from error
             failed[b] = True
     return replace(batch, rewards=rewards, failed=failed)

@@ -2,7 +2,10 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import AIME, CHATS, GSM8K, jsonl
@@ -10,6 +13,8 @@ from conftest import AIME, CHATS, GSM8K, jsonl
 import rollout
 import train
 from launch import cold_start, data, grade, rewards
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # --- files
 
@@ -483,3 +488,45 @@ def test_gsm8k_answers_count_after_their_marks():
     """The answer of a GSM8K line is what follows ####. Catches a whole solution taken for the answer, never equal."""
     gold = "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72"
     assert [rollout.reward(r, gold) for r in (r"\boxed{72}", "so 72", r"\boxed{24}")] == [1, 1, 0]
+
+
+def test_a_cold_start_from_demonstrations_of_ones_own(tmp_path):
+    """Prompts of different lengths, each response masked by hand; every row is seen as often as any other, to one; the
+    folder is made again when the file has changed. Catches one length for all prompts, and a file that is read in part.
+    """
+    pairs = [("sort 21>", "12"), ("sort 3>", "3")]
+    tokens, mask = cold_start.encode(pairs)
+    assert bytes(tokens[1]) == b"sort 3>3\x01\x00\x00" and mask.int().tolist() == [
+        [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0],
+    ]
+    file = jsonl(tmp_path / "mine.jsonl", [{"prompt": p, "response": r} for p, r in pairs])
+    picked = cold_start.of_file(file, 5, seed=0)
+    assert sorted(picked.count(pair) for pair in pairs) == [2, 3]
+    flags = f"--out {tmp_path}/model --steps 1 --demonstrations {file}"
+    args = [sys.executable, str(ROOT / "launch" / "cold_start.py"), *flags.split()]
+    for again in ("parameters", "left alone", "parameters"):
+        done = subprocess.run(args, capture_output=True, text=True, check=True)
+        assert again in done.stdout, done
+        if again == "left alone":
+            jsonl(file, [{"prompt": p, "response": r} for p, r in pairs[:1]])
+    assert data.tokenizer_of(tmp_path / "model").encode("sort") == list(b"sort")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a"},
+        {"prompt": "", "response": "b"},
+        {"prompt": "é", "response": "b"},
+        {"prompt": "a", "response": "b\x01"},
+        {"prompt": "a" * 500, "response": "b" * 12},
+        {"prompt": "a", "response": 1},
+        [],
+    ],
+)
+def test_a_demonstration_that_cannot_be_learned_is_named(tmp_path, row):
+    """File, line and what it needs. Catches text that would become padding, an end or an unknown token."""
+    file = jsonl(tmp_path / "mine.jsonl", [{"prompt": "a", "response": "b"}, row])
+    with pytest.raises(ValueError, match=f"--demonstrations {file}:2: needs"):
+        cold_start.of_file(file, 64, seed=0)

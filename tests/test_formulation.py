@@ -412,8 +412,10 @@ def in_a_loop(kind: str, logp, logp_old, logp_rollout, adv, mask, cap: float):
                 response += keep * weight * a * logp[b, t]
             elif kind == "cispo":
                 response += min(max(r, low), high) * a * logp[b, t]
-            else:
+            elif kind == "grpo":
                 response += min(live * a, live.clamp(low, high) * a)
+            else:
+                pytest.fail(f"no formula of {kind} here: add it")
         total += response / mask[b].sum() if kind == "grpo" else response
     return total / (mask.sum() if kind == "cispo" else len(mask))
 

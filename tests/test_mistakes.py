@@ -88,9 +88,7 @@ def models(here: Path, model: Path, dense: Path) -> dict[str, str]:
         "many/config.json: num_experts_per_tok is": configured("many", num_experts_per_tok=99),
         "bias/config.json: attention_bias = True": configured("bias", attention_bias=True),
         "wide/config.json: hidden_size = '64'": configured("wide", hidden_size="64"),
-        "is (32, 64), config.json makes it (16, 64)": configured(
-            "narrow", moe_intermediate_size=16
-        ),
+        "is (32, 64), by config.json (16, 64)": configured("narrow", moe_intermediate_size=16),
         f"{here}/cut/model.safetensors: weights cannot be read": f"--model {here}/cut",
         f"{here}/tokenizer: no usable tokenizer": f"--model {here}/tokenizer",
         f"{here}/no-tokenizer: holds no tokenizer": f"--model {here}/no-tokenizer",

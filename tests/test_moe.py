@@ -500,6 +500,7 @@ BAD = {
     "attention bias": ([], {"attention_bias": True}, "attention_bias"),
     "sliding window": ([], {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     "activation": ([], {"hidden_act": "gelu"}, "hidden_act"),
+    "shared expert": ([], {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_"),
     "K > E": ([], {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     "heads in no groups": ([], {"num_key_value_heads": 3}, "num_key_value_heads"),
     "no experts": (["num_local_experts"], {}, "num_experts"),

@@ -41,6 +41,13 @@ def nan(prompt, response, answer, example):
 def text(prompt, response, answer, example):
     return "right"
 
+def nothing(prompt, response, answer, example):
+    len(response)
+
+def beside(prompt, response, answer, example):
+    import neighbour
+    return neighbour.share(0)
+
 def three(prompt, response, answer):
     return 1.0
 
@@ -62,12 +69,14 @@ def batch_of(texts: list[str]) -> rollout.Rollout:
 
 
 def test_own_rewards(tmp_path):
-    """A function of (prompt, response, answer, example); what raises or is no finite number stops or counts as 0.
+    """A function of (prompt, response, answer, example); what raises or is no finite number stops or counts as 0. The
+    stop names the line in the user's file, also where the fault lies in a file beside it.
 
     Catches a reward that fails in silence, the sample that nobody sees, and a count that leaves out NaN.
     """
     file = tmp_path / "mine.py"
     file.write_text(REWARDS)
+    (tmp_path / "neighbour.py").write_text("def share(n):\n    return 1 / n\n")
     examples = [{"prompt": "Why?", "answer": "42", "level": 3}]
 
     def score(name: str, errors: str = "stop") -> rollout.Rollout:
@@ -85,8 +94,14 @@ def test_own_rewards(tmp_path):
             RuntimeError, match=rf'(?s)mine.py:{name}: \w+Error: .*"response": "b3"'
         ):
             score(name)
-    with pytest.raises(RuntimeError, match="could not convert"):
-        score("text")
+    for name, says in {
+        "text": "ValueError: the reward is 'right', on",
+        "nothing": "ValueError: the reward is None, on",
+        "raising": "KeyError: 'b3' .line 9., on",
+        "beside": "ZeroDivisionError: .* .line 23., on",
+    }.items():
+        with pytest.raises(RuntimeError, match=f"mine.py:{name}: {says}"):
+            score(name)
 
 
 def test_a_reward_that_is_none_is_one_line(tmp_path):
@@ -98,7 +113,7 @@ def test_a_reward_that_is_none_is_one_line(tmp_path):
     exits.write_text("raise SystemExit(3)\n")
     for name, says in {
         f"{tmp_path}/none.py:good": "no such file",
-        f"{file}:nothing": "no function nothing",
+        f"{file}:god": "no function god",
         f"{file}:number": "no function number",
         f"{file}:three": "must take prompt, response, answer, example",
         f"{file}": "must be path/to/file.py:function",
