@@ -1,6 +1,6 @@
 """Why a token-level objective may stand in for the sequence-level reward, and the objective that follows: MiniRL.
 
-A prompt x is answered by a response y = (y_1 .. y_T), which earns one reward R(x, y). Three policies give log-probs
+A prompt x is answered by a response y = (y_1 .. y_|y|), which earns one reward R(x, y). Three policies give log-probs
 for the same tokens; they are never mixed (where it is clear, mu is short for mu_old):
 
     logp_rollout   mu_old   the weights theta_old in the inference engine (vLLM), which sampled y
@@ -27,7 +27,7 @@ every d_t being small, and two independent causes make it large:
                           discrepancy
 
 The first is fought by making the engines agree (replay.py's R3), the second by clipping (below), R2 and R3. The weight
-itself is no remedy: it is part of Eq. 4, and leaving a factor out optimizes another objective.
+cures neither: Eq. 4 demands it, since mu_old sampled y, and with pi/pi_old in its place the objective is another.
 
     MiniRL (Sec. 4.1):  J = E [ sum_t M_t sg[pi(y_t)/mu_old(y_t)] A(x, y) log pi(y_t) ],   r_t = pi(y_t)/pi_old(y_t)
         A    R minus the mean reward of the group of responses to x; no division by the standard deviation
@@ -203,7 +203,7 @@ def discrepancy_stats(
 
 
 def merge_stats(parts: list[Stats]) -> Stats:
-    """The Stats of a mini-batch from those of its micro-batches, on all ranks: never the last one's, never a mean of means."""
+    """The Stats of a mini-batch from its micro-batches' on all ranks: a sum of tokens, maxima, means over tokens."""
     tokens = torch.stack([p["tokens"] for p in parts])
     merged = {"tokens": tokens.sum()}
     for name in parts[0].keys() - {"tokens"}:

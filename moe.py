@@ -1,4 +1,4 @@
-"""Qwen3-MoE in plain torch, with one seam: the experts of a token can be chosen by the router or given. Qwen3 dense too.
+"""Qwen3-MoE, and dense Qwen3, in plain torch, with one seam: a token's experts are the router's choice or given.
 
 A layer is    x = x + Attention(norm(x));    x = x + MoE(norm(x)),    and the MoE of one token is
 
@@ -257,8 +257,8 @@ class MoETransformer(nn.Module):
         """tokens (B, T) int, lengths (B,) int (default T), experts (B, T, L, K) int (default: the router chooses).
 
         Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
-        layers. A row of `experts` that is -1 uses the router's choice. With `live` the second result is what the router
-        chose in each layer, given the experts used in those before, in place of what was used. Experts are call
+        layers. A row of `experts` that is -1 uses the router's choice. With `live` the second result is instead what
+        the router chose; what it saw, and the hidden states, still come from the experts used. Experts are call
         arguments, so a layer that is recomputed in backward sees those of its own micro-batch.
         """
         B, T = tokens.shape

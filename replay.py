@@ -11,8 +11,8 @@ With routing, both factors of Eq. 5 carry the experts e along (paper, Sec. 3):
     e_pi        chosen by the router in the training engine, weights theta being trained
 
 log pi is smooth in the weights and in rounding errors only while the experts stay the same. A top-K choice is a step
-function: an error of 1e-3 in a router logit can swap one expert, and the token's probability jumps, by up to far more
-than rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token is no approximation of J_seq.
+function: an error of 1e-3 in a router logit can swap one expert, and the token's probability jumps by far more than
+rounding alone would move it. Then d_t in pi/mu_old = 1 + d_t is not small, and J_token does not approximate J_seq.
 Replay computes log-probs under recorded experts instead:
 
     R2  vanilla Routing Replay   pi under e_pi_old                     repairs the second factor (staleness)
@@ -20,8 +20,8 @@ Replay computes log-probs under recorded experts instead:
 
 R3 in one pass alone breaks what it should repair. With pi under e_mu but pi_old under the router's own experts,
 pi/pi_old is not 1 even where theta is theta_old: the mask cuts tokens whose experts flipped, as if training had moved
-them, objectives that weigh by pi/pi_old weigh wrongly, and KL[mu||pi_old] shows no repair. (MiniRL's weight pi/mu has
-no pi_old in it and stays right.)
+them, objectives that weigh by pi/pi_old weigh wrongly, and KL[mu||pi_old] shows no repair. (MiniRL's weight is right
+still: pi_old cancels in it. So is a step's first mini-batch, where train.update takes pi itself for pi_old.)
 
 Gates are always recomputed from the live router logits (moe.py), so the router still learns. The price is a bias: the
 policy that is optimized is the replayed one. Which one that is (paper, Table 1):
@@ -31,15 +31,15 @@ policy that is optimized is the replayed one. Which one that is (paper, Table 1)
     R3       changed                        changed
 
 Positions: experts[b, t] are the experts used when token t is the *input*; they shape the log-prob of token t + 1.
-vLLM's record has a row for every input, prompt included: the P + R - 1 tokens before the last sampled one, which was
+vLLM's record has a row for every input, prompt included: the length - 1 tokens before the last sampled one, which was
 never fed back. So row i belongs to position i, without a shift, and the last position has no record (-1: the router's
 choice): the last token is trained, by the record of the position before it, but nothing is predicted at its own. That
 is `align_routes`. The shift by one is where a hidden state becomes a log-prob: train.logprobs takes the head's inputs
 from t - 1. Whoever asks which experts made a response token's log-prob must shift the mask likewise: the `inputs` of
-`routing_agreement`.
+`agreement_counts`, which launch/report.py's `measure` makes.
 
-Letters: P prompt and R response tokens of a sequence, T positions, L layers (dense ones too), E experts, K experts per
-token.
+Letters: T positions (padded, in a batch), L layers (dense ones too), E experts, K experts per token; `length` counts
+prompt and response tokens of one sequence.
 """
 
 import numpy as np
@@ -64,7 +64,7 @@ def routes_for_pi(mode: str, e_mu: Tensor | None, e_pi_old: Tensor | None) -> Te
 
 
 def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] = ()) -> Tensor:
-    """vLLM's record (P + R - 1, L, K) laid on the positions of prompt + response -> (length, L, K) int16.
+    """vLLM's record (length - 1, L, K) laid on the positions of prompt + response -> (length, L, K) int16.
 
     -1 where there is no record: the last position, and `dense_layers`, for which the engine stores meaningless ids.
     Raises ValueError unless the record covers exactly the inputs, length - 1 positions.
@@ -75,7 +75,7 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
             f"routes of shape {routed.shape} for {length} tokens, expected {length - 1} rows"
         )
     out = torch.full((length, *routed.shape[1:]), -1, dtype=torch.int16)
-    ids = routed.astype(np.int64).clip(-2, 32767)  # so that no bad id wraps around to a good one
+    ids = routed.astype(np.int64).clip(-2, 32767)  # no bad id may wrap around to a good one, or -1
     out[:rows] = torch.from_numpy(ids.astype(np.int16))
     out[:, list(dense_layers)] = -1
     return out

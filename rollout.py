@@ -1,15 +1,15 @@
 r"""mu, the policy that samples (vLLM inside the trainer's process), and R(x, y), data and rewards.
 
-The life of a step, and what the accelerator holds in each phase beside the training states
-(sharded master weights and Adam moments, which stay). On a CPU the same calls move no memory.
+The life of a step; in brackets what the accelerator holds beside the training states (sharded
+master weights and Adam moments, which stay). On a CPU the same calls move no memory.
 
-    sync      engine weights, one or two layers in flight. theta -> theta_old: tensors stream into
-              vLLM layer by layer, then the KV cache, full of old prefixes, is mapped and emptied
-    generate  engine weights, KV cache. G responses y ~ mu_old to each of P prompts, with the
-              log-probs mu_old(y_t) and the experts e_mu
-    sleep     CUDA graphs, buffers. Level 2: weights and KV cache are dropped, not kept on the host
-    train     the same, gradients, activations. pi_old, then N updates of pi; the engine is idle
-    wake      engine weights, mapped again with undefined content, by the sync that follows
+    sync      theta -> theta_old: tensors stream into vLLM layer by layer, then the KV cache, full
+              of old prefixes, is mapped and emptied [engine weights, one or two layers in flight]
+    generate  G responses y ~ mu_old to each of P prompts, with log mu_old(y_t) and the experts
+              e_mu [engine weights, KV cache]
+    sleep     level 2: weights and KV cache are dropped, not kept on the host [CUDA graphs, buffers]
+    train     pi_old, then N updates of pi [CUDA graphs, buffers, gradients, activations]
+    wake      by the next sync: maps the weights' memory, content undefined [engine weights]
 
 mu is not pi_old although the weights are equal: other kernels, perhaps another precision, other
 batch shapes, other experts. So a `Rollout` holds what the engine says it did: the log-probs after
@@ -78,8 +78,8 @@ class Rollout:
         return parts
 
     def pack(self, rows: Sequence[int], experts: list, adv: torch.Tensor) -> "MicroBatch":
-        """These rows, padded, with their own of experts (B x (T_b, L, K)) and adv (B,), on the
-        host. No rows give row 0 with nothing to learn: a pass that only takes part."""
+        """These rows, padded, on the host; experts (B x (T_b, L, K)) and adv (B,) are those of the
+        whole batch. No rows: row 0 with an empty mask, for a rank that joins the others' pass."""
         mask_value, rows = bool(rows), rows or [0]
 
         def pad(pieces: list, value: float = 0) -> torch.Tensor:
@@ -113,7 +113,7 @@ class MicroBatch:
     experts_rollout: torch.Tensor  # e_mu
     # What theta_old says, once it is known:
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old
-    experts_old: torch.Tensor | None = None  # e_pi_old, the router's choice (R3: after e_mu below)
+    experts_old: torch.Tensor | None = None  # e_pi_old, the router's; R2 replays it, R3 counts it
 
     def to(self, device: torch.device) -> "MicroBatch":
         known = {name: value for name, value in vars(self).items() if value is not None}

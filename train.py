@@ -63,7 +63,7 @@ DESCRIPTION = (
 
 @dataclass
 class Config:
-    """Every flag of train.py; the comment behind a field is its --help. At most 45, says a test: a fork may say more."""
+    """Every flag of train.py; the comment behind a field is its --help. A test allows 45: a fork may raise that."""
 
     model: str = "runs/cold-start"  # folder of a Qwen3-MoE or Qwen3 checkpoint, or its hub name
     data: str = "addition"  # JSONL files (commas), hf:NAME[:SPLIT], or the task addition
@@ -124,7 +124,7 @@ class Config:
 
 
 def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, folder) -> int:
-    """The exit code: 0, or 128 + the signal that asked to stop."""
+    """One run, from the checkpoint `folder` if there is one -> exit code: 0, or 128 + the signal that asked to stop."""
     engine = make_engine(c, config, acc, data + held_out)  # first: vLLM measures the free memory
     model = optimizer = None
     if folder or engine.stale or not c.eval_only:  # else the engine has all weights, as loaded
@@ -406,7 +406,7 @@ def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) 
     """
     objective, counted, _ = loss.OBJECTIVES[c.objective]
     takes = inspect.signature(objective).parameters
-    knobs = {k: v for k, v in vars(c).items() if k in takes}
+    knobs = {k: v for k, v in vars(c).items() if k in takes}  # flags named as its parameters
     for micro in (m.to(acc.device) for m in report.progress(minibatch.micro, "update", acc)):
         experts = replay.routes_for_pi(c.replay, micro.experts_rollout, micro.experts_old)
         logp, entropy, chosen = logprobs(model, micro, experts, c)
