@@ -213,7 +213,7 @@ class MoE(nn.Module):
 
 
 class MLP(nn.Module):
-    """A dense layer's, in place of MoE: the same arguments and returns, no routes."""
+    """What a dense layer has in place of MoE: the same arguments and returns, but no routes."""
 
     def __init__(self, c: MoEConfig):
         super().__init__()

@@ -23,7 +23,6 @@ sampling while training; expert parallelism. fp8 without CUDA, and int4 anywhere
 weights are rounded as they are sent, activations are not.
 """
 
-import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -366,19 +365,9 @@ def load_data(path: str | Path) -> list[dict]:
     names of launch/formats.py. A BOM, CRLF and blank lines are fine; anything else is a ValueError
     with file and line."""
     examples = []
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, row in formats.json_lines(path):
         try:
-            example = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON in UTF-8 ({error})") from None
-        try:
-            examples.append(formats.example(example))
+            examples.append(formats.example(row))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:

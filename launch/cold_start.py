@@ -3,8 +3,8 @@
     python launch/cold_start.py --out runs/cold-start
     python launch/cold_start.py --out runs/cold-sort --demonstrations sort.jsonl      # {"prompt": .., "response": ..}
 
-Hardware: 2 CPU cores, about 70 s when they are idle, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00,
-and reward 0.50 at temperature 1. Last run 2026-11-30.
+Hardware: 2 CPU cores, 65 to 100 s, 1 GB. Expect a loss of 0.06 nats a token, greedy accuracy 1.00,
+and reward 0.50 at temperature 1. Last run 2026-12-03.
 
 The demonstrations write 1234+5678= out as "4+8+0=12 3+7+1=11 2+6+1=09 1+5+0=06 #06912": columns a + b + carry from
 the right, then the answer. In each column the demonstrator errs with probability r = --error-rate: it flips the carry
@@ -13,8 +13,8 @@ probability 1 - r, so its greedy answer is right, and a sampled one with probabi
 The errors are what policy gradient has to remove.
 
 The folder is an ordinary checkpoint, made once: a second call with the same settings, code and torch leaves it alone.
-A character's token is its ASCII code, so any plain text of up to 511 can be a prompt; the model of a task of your own
-learns from a file with demonstrations of it. The same seed gives the same bits.
+A character's token is its ASCII code, so any plain text can be a prompt (with its response up to 511 characters); a
+file of --demonstrations makes the model of a task of your own. The same seed gives the same bits.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.formats import json_lines
 from moe import MoEConfig, MoETransformer, save_pretrained
 from rollout import addition
 
@@ -118,19 +119,19 @@ def additions(n: int, seed: int, error_rate: float, style: str) -> list[tuple[st
 def of_file(path: Path, n: int, seed: int) -> list[tuple[str, str]]:
     """n prompts with their responses, out of JSON lines, in a new order each time round. ValueError names a bad line."""
     longest, found, picked = CONFIG["max_position_embeddings"] - 1, [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, row in json_lines(path):
         try:
-            row = json.loads(line)
-            found.append((row["prompt"], row["response"]))
-            codes = bytes("".join(found[-1]), "ascii")
-            fine = row["prompt"] and min(codes) > UNK and len(codes) <= longest
+            pair = (row["prompt"], row["response"])
+            codes = bytes("".join(pair), "ascii")
+            fine = pair[0] and min(codes) > UNK and len(codes) <= longest
         except (ValueError, KeyError, TypeError):
             fine = False
         if not fine:
             needs = f'"prompt" and "response", ASCII text of up to {longest} characters together'
-            raise ValueError(f"--demonstrations {path}:{number}: needs {needs}")
+            raise ValueError(f"{path}:{number}: needs {needs}")
+        found.append(pair)
     if not found:
-        raise ValueError(f"--demonstrations {path}: is empty")
+        raise ValueError(f"{path}: no demonstrations in it")
     rng = random.Random(seed)
     while len(picked) < n:
         picked += rng.sample(found, len(found))

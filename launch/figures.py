@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "launch" / "results", ROOT / "runs" / "figures"
 UPDATES = 320  # of a run
 # for --budget: of a run, two at once on 2 cores, and of cold_start.py
-UPDATE_SECONDS, START_SECONDS, COLD_START_SECONDS = 0.75, 20.0, 100.0
+UPDATE_SECONDS, START_SECONDS, COLD_START_SECONDS = 0.8, 15.0, 100.0
 BIN = 8  # updates that are one point of a recorded series: a step of N = 8, eight of N = 1
 REGIME = "--rollout-dtype int4 --max-new-tokens 64 --group-size 8"
 PROMPTS = 4  # of a mini-batch

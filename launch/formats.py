@@ -1,4 +1,4 @@
-"""What the fields of a data row may be called: the names that common math and chat sets use (read by rollout.load_data).
+"""JSON lines, and what their fields may be called: the names that common math and chat sets use (rollout.load_data).
 
     prompt    "prompt", "problem" or "question", text; or "messages" (or a list under "prompt"), a chat
     answer    "answer", "solution" or "ground_truth"; "ground_truth" inside "reward_model"; else the chat's last reply
@@ -6,8 +6,28 @@
 The first that is there counts, in this order. What grade.py makes of an answer is its own matter.
 """
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 PROMPTS = ("prompt", "problem", "question", "messages")
 ANSWERS = ("answer", "solution", "ground_truth")
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
+    """(number, value) of each line that is not blank; a BOM and CRLF are fine. ValueError names file and line."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON in UTF-8 ({error})") from None
+        yield number, value
 
 
 def example(row: object) -> dict:

@@ -528,5 +528,5 @@ def test_a_cold_start_from_demonstrations_of_ones_own(tmp_path):
 def test_a_demonstration_that_cannot_be_learned_is_named(tmp_path, row):
     """File, line and what it needs. Catches text that would become padding, an end or an unknown token."""
     file = jsonl(tmp_path / "mine.jsonl", [{"prompt": "a", "response": "b"}, row])
-    with pytest.raises(ValueError, match=f"--demonstrations {file}:2: needs"):
+    with pytest.raises(ValueError, match=f"{file}:2: needs"):
         cold_start.of_file(file, 64, seed=0)

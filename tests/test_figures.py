@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import figures, flags
+from launch import figures, flags, guard
 from train import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,3 +127,12 @@ def test_readme_quotes_the_recorded_figures(path):
         for row in [*figures.rows(results), figures.omens(results)]:
             assert row in README, row
     assert path.with_suffix(".png").is_file()
+
+
+def test_guard_quotes_the_largest_recorded_kl():
+    """The maximum that guard.Watch's docstring names is the records', and below what it stops at. Catches a number that
+    outlived its runs, and a watch that would stop a run of the figures for its coarse weights."""
+    runs = [r for p in RECORDED for r in json.loads(p.read_text())["runs"]]
+    largest = max(max(figures.known(r["series"]["kl_rollout_train_k3"])) for r in runs)
+    assert f"the largest mean of 8 updates is {largest:.2f}." in guard.Watch.__doc__
+    assert largest < guard.Watch.FLOOR

@@ -203,6 +203,7 @@ def test_evaluation_rows(runs, lottery_file):
     assert [r["step"] for r in [*table, late]] == [1, 2, 1]
     assert table[0]["avg_at_k"] != table[1]["avg_at_k"]
     for row in table:
+        assert row["reward"] == "auto"
         mine = [p for p in problems if p["step"] == row["step"]]
         scores, lengths = (np.array([p[name] for p in mine]) for name in ("rewards", "lengths"))
         assert scores.shape == (row["n"], row["k"]) == (43, 4)
