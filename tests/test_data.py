@@ -501,8 +501,8 @@ def test_a_cold_start_from_demonstrations_of_ones_own(tmp_path):
         [0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0],
     ]
     file = jsonl(tmp_path / "mine.jsonl", [{"prompt": p, "response": r} for p, r in pairs])
-    picked = cold_start.of_file(file, 5, seed=0)
-    assert sorted(picked.count(pair) for pair in pairs) == [2, 3]
+    picked = cold_start.of_file(file, 41, seed=0)
+    assert sorted(picked.count(pair) for pair in pairs) == [20, 21]
     flags = f"--out {tmp_path}/model --steps 1 --demonstrations {file}"
     args = [sys.executable, str(ROOT / "launch" / "cold_start.py"), *flags.split()]
     for again in ("parameters", "left alone", "parameters"):
@@ -510,7 +510,9 @@ def test_a_cold_start_from_demonstrations_of_ones_own(tmp_path):
         assert again in done.stdout, done
         if again == "left alone":
             jsonl(file, [{"prompt": p, "response": r} for p, r in pairs[:1]])
-    assert data.tokenizer_of(tmp_path / "model").encode("sort") == list(b"sort")
+    tokenizer = data.tokenizer_of(tmp_path / "model")
+    assert tokenizer.encode("sort") == list(b"sort")
+    assert tokenizer.model_max_length > 512  # the folder's, of which transformers would warn
 
 
 @pytest.mark.parametrize(
