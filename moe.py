@@ -41,6 +41,7 @@ from launch import files
 ARCHITECTURE, DENSE = "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 SUPPORTED |= {"rope_type": "default", "shared_expert_intermediate_size": 0}
+RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here draws numbers
 LOGIT_CHUNK = 2**26  # elements of one (tokens, V) block of logits: 256 MB in fp32
 
 
@@ -126,16 +127,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+def cuda_kernels(x: Tensor) -> bool:
+    """Do attention and experts of x take the kernels that torch has for CUDA in bf16?
+
+    Tensors on meta, which have shapes and strides but no numbers, take them too: so that they can be walked through
+    on a machine without a GPU (tests/test_moe.py).
+    """
+    return x.device.type in ("cuda", "meta") and x.dtype == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where each sequence lies among the S tokens: made once a forward, read by every layer without a word to the host."""
+
+    lengths: list[int]  # none is 0
+    bounds: Tensor  # (sequences + 1,) int32: 0, then the end of each
+
+    @classmethod
+    def of(cls, lengths: list[int], device) -> "Packed":
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, bounds.to(device))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     """Causal attention inside each packed sequence: q (S, H, head_dim), k and v with fewer heads -> like q."""
-    if q.is_cuda:
+    if cuda_kernels(q):
         from torch.nn.attention.varlen import varlen_attn
 
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=q.device)
+        ends, longest = packed.bounds, max(packed.lengths)
         causal = {"window_size": (-1, 0), "enable_gqa": True}
-        return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), **causal)
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **causal)
     dtype, (q, k, v) = q.dtype, map(wide, (q, k, v))  # SDPA's bf16 backward is slow on a CPU
-    runs = [(n, len(list(same))) for n, same in itertools.groupby(lengths)]
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(packed.lengths)]
     sizes = [n * count for n, count in runs]
     out = []
     for (n, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
@@ -157,16 +180,17 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: list[int]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in projections)  # (S, heads, hd)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.o_proj(attend(q, k, v, lengths).flatten(1))
+        return self.o_proj(attend(q, k, v, packed).flatten(1))
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows ends[i-1]:ends[i] of x times weight[i].T: x (rows, in), weight (E, out, in), ends (E,) -> (rows, out)."""
-    if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not x.is_cuda):
+    on_cpu = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    if on_cpu or cuda_kernels(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     # No grouped kernel for this dtype. unbind, since the backward of weight[i] allocates all E of them for each i.
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -183,16 +207,17 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """sum_i g_i FFN_i(x): x (S, D), experts (S, K) int, gates (S, K) -> (S, D)."""
         S, K = experts.shape
-        order = experts.flatten().argsort(stable=True)  # (S*K,)
+        chosen, order = experts.flatten().sort(stable=True)  # (S*K,) each
         token = order // K
-        counts = experts.flatten().bincount(minlength=len(self.down_proj))  # (E,)
-        ends = counts.cumsum(0).to(torch.int32)
+        every = torch.arange(len(self.down_proj), device=x.device, dtype=chosen.dtype)
+        ends = torch.searchsorted(chosen, every, right=True, out_int32=True)  # (E,)
         gate, up = grouped_matmul(x.index_select(0, token), self.gate_up_proj, ends).chunk(2, -1)
         y = grouped_matmul(F.silu(gate) * up, self.down_proj, ends)  # (S*K, D)
         y = y * gates.flatten().index_select(0, order)[:, None]
-        if x.is_cuda:  # index_add would add in no fixed order, and no two passes would be equal
-            return y[order.argsort()].view(S, K, -1).sum(1)
-        return torch.zeros_like(x).index_add(0, token, y)
+        if x.device.type == "cpu":
+            return torch.zeros_like(x).index_add(0, token, y)
+        # There index_add adds in no fixed order: no two forward passes would be equal.
+        return y.index_select(0, order.argsort()).view(S, K, -1).sum(1)
 
 
 class MoE(nn.Module):
@@ -235,8 +260,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c) if c.is_moe(index) else MLP(c)
 
-    def forward(self, x: Tensor, cos, sin, lengths, given) -> tuple[Tensor, Tensor, Tensor]:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
+    def forward(self, x: Tensor, cos, sin, packed, given) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
         y, used, chosen = self.mlp(self.post_attention_layernorm(x), given)
         return x + y, used, chosen
 
@@ -259,26 +284,32 @@ class MoETransformer(nn.Module):
         Returns hidden (B, T, D), zero on padding, and the experts used (B, T, L, K) int16, -1 on padding and in dense
         layers. A row of `experts` that is -1 uses the router's choice. With `live` the second result is instead what
         the router chose; what it saw, and the hidden states, still come from the experts used. Experts are call
-        arguments, so a layer that is recomputed in backward sees those of its own micro-batch.
+        arguments, so a layer that is recomputed in backward sees those of its own micro-batch. `lengths` are best on
+        the host, where places are counted: then nothing here waits for a GPU.
         """
         B, T = tokens.shape
-        place = torch.arange(T, device=tokens.device).expand(B, T)
         sizes = [T] * B if lengths is None else lengths.tolist()
-        keep = place < torch.tensor(sizes, device=tokens.device)[:, None]  # (B, T)
-        x = self.embed_tokens(tokens[keep])  # (S, D)
-        cos, sin = rope_tables(place[keep], self.config, x.dtype)
-        sizes = [n for n in sizes if n]
-        given = [None] * len(self.layers) if experts is None else experts[keep].long().unbind(1)
+        places = [torch.arange(b * T, b * T + n) for b, n in enumerate(sizes)]
+        places = torch.cat(places).to(tokens.device)  # (S,) of B * T, padding left out
+        packed = Packed.of([n for n in sizes if n], tokens.device)
+
+        x = self.embed_tokens(tokens.flatten().index_select(0, places))  # (S, D)
+        cos, sin = rope_tables(places % T, self.config, x.dtype)
+        given = [None] * len(self.layers)
+        if experts is not None:
+            given = experts.flatten(0, 1).index_select(0, places).long().unbind(1)
         again, routes = self.checkpointing and torch.is_grad_enabled(), []
         for layer, e in zip(self.layers, given, strict=True):
-            run = partial(checkpoint, layer, use_reentrant=False) if again else layer
-            x, used, chosen = run(x, cos, sin, sizes, e)
+            run = partial(checkpoint, layer, **RECOMPUTE) if again else layer
+            x, used, chosen = run(x, cos, sin, packed, e)
             routes.append((chosen if live else used).to(torch.int16))
         x, routes = self.norm(x), torch.stack(routes, dim=1)  # (S, D), (S, L, K)
-        hidden = x.new_zeros(B, T, x.shape[-1]).masked_scatter(keep[..., None], x)
-        padded = routes.new_full((B, T, *routes.shape[1:]), -1)
-        padded[keep] = routes
-        return hidden, padded
+
+        def padded(z: Tensor, value: int) -> Tensor:
+            whole = z.new_full((B * T, *z.shape[1:]), value).index_copy(0, places, z)
+            return whole.unflatten(0, (B, T))
+
+        return padded(x, 0), padded(routes, -1)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
         """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...), at least fp32.
@@ -290,7 +321,7 @@ class MoETransformer(nn.Module):
         rows = max(1, LOGIT_CHUNK // self.config.vocab_size)
         chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
         inputs = ((h, t, head.weight, temperature) for h, t in chunks)
-        again = partial(checkpoint, head_logprobs, use_reentrant=False)
+        again = partial(checkpoint, head_logprobs, **RECOMPUTE)
         parts = [(again if targets.numel() > rows else head_logprobs)(*z) for z in inputs]
         logp, entropy = (torch.cat(z).view(targets.shape) for z in zip(*parts, strict=True))
         return logp.clone(), entropy  # FSDP hooks its outputs, and warns of views

@@ -104,7 +104,7 @@ class MicroBatch:
     On the host until their turn comes: the routes of a whole step are gigabytes."""
 
     tokens: torch.Tensor  # (B, T) int64, prompt + response
-    lengths: torch.Tensor  # (B,) int64
+    lengths: torch.Tensor  # (B,) int64, on the host wherever the others are
     mask: torch.Tensor  # (B, T) bool, true on response tokens
     logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
     adv: torch.Tensor  # (B,) fp32
@@ -116,6 +116,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         known = {name: value for name, value in vars(self).items() if value is not None}
+        known.pop("lengths")
         return replace(self, **{name: value.to(device) for name, value in known.items()})
 
 

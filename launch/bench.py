@@ -285,7 +285,7 @@ class Theirs:
     def logp(self, micro) -> torch.Tensor:
         """(B, T - PROMPT), the log-probs of what follows the prompt; logits of these positions alone."""
         T = micro.tokens.shape[1]
-        real = torch.arange(T, device=self.device) < micro.lengths[:, None]
+        real = torch.arange(T, device=self.device) < micro.lengths.to(self.device)[:, None]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             logits = self.model(
                 micro.tokens,
@@ -683,7 +683,8 @@ def over_tokens(acc, sizes: Sizes, folder: Path) -> list[Line]:
     heads = [(n, c.head_dim) for n in (c.num_attention_heads, *2 * [c.num_key_value_heads])]
     for T in sizes.lengths:
         qkv = [torch.randn(T, *h, device=acc.device, requires_grad=True) for h in heads]
-        attend[T] = lambda qkv=qkv, T=T: moe.attend(*qkv, [T]).square().sum().backward()
+        packed = moe.Packed.of([T], acc.device)
+        attend[T] = lambda qkv=qkv, at=packed: moe.attend(*qkv, at).square().sum().backward()
     long = grow(name, "T", {T: step(1, T) for T in sizes.lengths}, sizes.repeats, "")
     alone = by_turns(attend, sizes.repeats)
     whole = zip(long[0].more["values"], alone.values(), strict=True)

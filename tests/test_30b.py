@@ -2,8 +2,8 @@
 
 No process here holds a 30B model. Fake tensors have shapes, dtypes and storages of the right size, and no numbers; a fake
 process group answers every collective at once. What runs on them is train.py's own path: start, make_model, logprobs,
-the loss, backward, clipping, AdamW. Two places in moe.py have shapes that depend on data: boolean masks (all true here,
-one sequence without padding) and bincount (with minlength, the number of experts). The worker says so to fake tensors.
+the loss, backward, clipping, AdamW. One shape depends on data, that of the response tokens (all, in this step): the
+worker says so to fake tensors.
 """
 
 import json
@@ -120,12 +120,11 @@ torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_si
 import loss, moe, rollout, train
 from launch import plan
 
-# Shapes that depend on data: every mask in this step is all true, and no expert id exceeds minlength.
+# A shape that depends on data: the mask of response tokens is all true in this step.
 aten, fake = torch.ops.aten, fake_impls.op_implementations_dict
 fake[aten.nonzero.default] = lambda mode, f, mask: mask.new_empty(
     mask.numel(), mask.ndim, dtype=torch.long
 )
-fake[aten.bincount.default] = lambda mode, f, ids, weights=None, minlength=0: ids.new_empty(minlength)
 fakes = ExitStack()
 
 

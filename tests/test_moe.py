@@ -440,6 +440,107 @@ def test_recomputation_replays_the_same_experts(tiny, mode):
     assert furthest(grads[1], grads[0]) < 1e-6
 
 
+# --- the kernels of a GPU, on meta
+
+
+class Watch(TorchDispatchMode):
+    """The operations of a pass in order; those that make a GPU wait for the host or the host for it, by themselves."""
+
+    WAITS = {"_local_scalar_dense", "nonzero", "bincount", "lift_fresh", "masked_select"}
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.waits = [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        name = op.name().removeprefix("aten::").split(".")[0]
+        self.seen.append(name)
+        flat = [z for a in (*args, out) for z in (a if isinstance(a, (list, tuple)) else [a])]
+        tensors = [z for z in flat if isinstance(z, torch.Tensor)]
+        moved = "copy" in name and len({z.device for z in tensors}) > 1
+        by_mask = name.startswith("index") and any(z.dtype == torch.bool for z in tensors)
+        if moved or by_mask or name in self.WAITS:
+            self.waits.append(name)
+        return out
+
+
+def walk(layers: int, mode: str, checkpointing: bool, lengths=(700, 1, 323)) -> Watch:
+    """Forward and backward of the 30B's first layers, embedding and head on meta in bf16."""
+    from launch.plan import PUBLISHED
+
+    c = moe.MoEConfig.from_dict(PUBLISHED | {"num_hidden_layers": layers})
+    with torch.device("meta"):
+        model = moe.MoETransformer(c, checkpointing).to(torch.bfloat16)
+        tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        given = torch.zeros(*tokens.shape, layers, c.num_experts_per_tok, dtype=torch.int16)
+    on_host = torch.tensor(lengths)
+    with Watch() as watch:
+        hidden, routes = model(tokens, on_host, given if mode == "replayed" else None)
+        assert hidden.shape == (*tokens.shape, c.hidden_size) and hidden.dtype == torch.bfloat16
+        assert routes.shape == given.shape and routes.dtype == torch.int16
+        watch.seen.append("backward")
+        hidden.sum().backward()
+    for name, p in model.named_parameters():
+        used = name != "lm_head.weight"
+        assert (p.grad is not None) == used and (not used or p.grad.dtype == torch.bfloat16), name
+    return watch
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["replayed", "live"])
+def test_a_layer_of_the_30b_runs_the_kernels_of_a_gpu_and_waits_for_nothing(mode, checkpointing):
+    """On meta, torch's own checks of signature, shape, dtype, stride and alignment for varlen attention and grouped_mm,
+    forward and backward; and no layer reads a number back, makes a tensor from a list or indexes by a mask: one layer
+    or three, what waits is the same: places and bounds, counted on the host, are copied *to* the device.
+
+    Catches a host synchronization in a layer, which holds up FSDP's next gather. It cannot see numbers, nor that flash
+    attention takes no fp32 (cuda_kernels says so): launch/gpu_check.py compares those, on a GPU.
+    """
+    one, three = (walk(layers, mode, checkpointing) for layers in (1, 3))
+    assert one.waits == three.waits == ["_to_copy", "lift_fresh", "_to_copy"], three.waits
+    end = three.seen.index("backward")
+    forward, backward = three.seen[:end], three.seen[end:]
+    again = 3 if checkpointing else 0
+    attention, grouped = "torch_attn::_varlen_attn", "_grouped_mm"
+    assert (forward.count(attention), forward.count(grouped)) == (3, 2 * 3)
+    assert (backward.count(attention), backward.count(f"{attention}_backward")) == (again, 3)
+    assert backward.count(grouped) == 2 * again + 2 * 2 * 3  # gradients of rows and of weights
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "theirs"),
+    [
+        ("meta", torch.bfloat16, True),
+        ("meta", torch.float32, False),  # flash attention takes none, nor does grouped_mm there
+        ("cpu", torch.bfloat16, False),
+    ],
+)
+def test_which_kernels(device, dtype, theirs):
+    """A GPU's kernels for bf16 on a GPU (or on meta) alone. Catches fp32 on CUDA, which flash attention refuses."""
+    assert moe.cuda_kernels(torch.empty(2, device=device, dtype=dtype)) == theirs
+
+
+def test_a_watch_sees_what_waits():
+    """Each kind of wait that the test above must not miss, one by one."""
+    x, mask = torch.arange(4.0), torch.tensor([True, False, True, True])
+    kinds = {
+        "item": lambda: x[1].item(),
+        "a list": lambda: torch.tensor([1, 2]),
+        "mask": lambda: x[mask],
+        "bincount": lambda: x.long().bincount(minlength=5),
+        "copy": lambda: x.to("meta"),
+        "nonzero": lambda: mask.nonzero(),
+    }
+    for name, wait in kinds.items():
+        with Watch() as watch:
+            wait()
+        assert watch.waits, (name, watch.seen)
+    for read in (lambda z: z.tolist(), lambda z: z.cpu(), lambda z: z.item()):
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            read(torch.ones(1, device="meta"))
+
+
 # --- config.json
 
 
