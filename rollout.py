@@ -142,6 +142,9 @@ def start_vllm(model_dir: str | Path, **arguments):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # sync hands over a generator as it is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # DeepGEMM compiles with nvcc where it finds one, for minutes, fails where it does not, and
+    # rounds the scales of fp8 weights once more; the kernel that comes next is compiled already.
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")  # read against vLLM 0.30.0
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, ranks_here = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE", "1")
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -178,6 +181,17 @@ def device_arguments(dtype: str, max_model_len: int, gpu_memory: float, kv_cache
     return arguments
 
 
+def small_cache(shapes: dict, width: int, tokens: int, most: int = 2**32) -> int | None:
+    """Bytes of a KV cache for `tokens` tokens, each number `width` bytes, if that is below `most`.
+
+    Else None: then vLLM takes what its share of the GPU leaves. For a tiny model that would be
+    millions of blocks, each a Python object, and every sync and sleep walks them all.
+    """
+    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight"))
+    need = 2 * rows * width * tokens  # keys and values
+    return need if need < most else None
+
+
 def forget_packed(model: torch.nn.Module) -> None:
     """Before a reload on a CPU, which otherwise leaves log-probs nats off, in silence: vLLM packs
     expert weights when it makes their kernel, and while that exists later weights land unpacked in
@@ -196,7 +210,9 @@ class Engine:
     free when this starts, so before the training states; `kv_cache_gb` counts on a CPU only. Under
     torchrun it needs a process group, and tensor-parallel ranks make the same calls with the same
     prompts and seeds. `routes` records the experts: off for a dense model, which has none;
-    `progress` shows a bar while it samples. ValueError for a setting that cannot work.
+    `progress` shows a bar while it samples. Without `load` it does not read the folder's weights,
+    which the first sync sends anyway. What else is given goes to vLLM's LLM() as it is. ValueError
+    for a setting that cannot work.
     """
 
     def __init__(
@@ -212,6 +228,8 @@ class Engine:
         seed: int = 0,
         routes: bool = True,
         progress: bool = False,
+        load: bool = True,
+        **vllm,
     ):
         world_size, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
         if dtype not in ("bf16", "fp32", "fp8", "int4"):
@@ -221,15 +239,21 @@ class Engine:
         if world_size > 1 and not torch.distributed.is_initialized():
             raise ValueError("several ranks: call torch.distributed.init_process_group() first")
         self.shapes = {name: shape for name, (_, shape) in files.headers(model_dir).items()}
-        self.max_model_len = max_model_len
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         self.rounding = {"fp8": None if cuda else round_fp8, "int4": round_int4}.get(dtype)
         self.asleep, self.broken, self.progress = False, None, progress
         # Why generate() must wait for a sync; the weights it loads from the disk are not rounded.
         self.stale = f"{dtype} is emulated by sync(): sync first" if self.rounding else None
+        self.stale = self.stale if load else "the engine has no weights yet: sync first"
+        arguments = device_arguments(dtype, max_model_len, gpu_memory, kv_cache_gb)
+        tokens = max_num_seqs * (max_model_len + 16) // tensor_parallel  # and a block for each
+        if cuda and (cache := small_cache(self.shapes, self.dtype.itemsize, tokens)):
+            arguments["kv_cache_memory_bytes"] = cache
         self.llm = start_vllm(
             model_dir,
             dtype=self.dtype,
+            load_format="auto" if load else "dummy",
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tensor_parallel_size=tensor_parallel,
@@ -241,9 +265,13 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled
             generation_config="vllm",  # the folder's EOS ids still stop, its temperature is ignored
             use_tqdm_on_load=False,
-            **device_arguments(dtype, max_model_len, gpu_memory, kv_cache_gb),
+            **arguments | vllm,
         )
         self.tokenizer = self.llm.get_tokenizer()
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler  # read against vLLM 0.30.0
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self.cache_tokens = cache.num_gpu_blocks * cache.block_size  # read against vLLM 0.30.0
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
         """theta -> theta_old: streams (HF name, full tensor) pairs in; returns (bytes, tensors).
@@ -323,6 +351,11 @@ class Engine:
         settings |= {"logprobs": 0, "flat_logprobs": True}  # the sampled tokens' alone
         params = [SamplingParams(**settings, seed=first_seed + i * group_size) for i in ids]
         batch = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        # vLLM admits by what a prompt takes now, and throws out what has grown too much to keep, to
+        # compute it again. Not more at once than the cache holds with a quarter of the longest
+        # response: what a running one has on the average, if lengths spread evenly up to it.
+        fit = self.cache_tokens // (longest - max_new_tokens + max_new_tokens // 4)
+        self.scheduler.max_num_running_reqs = min(self.max_num_seqs, max(fit, 1))
         bar = self.progress and partial(tqdm, leave=False)
         outputs = self.llm.generate(batch, params, use_tqdm=bar)  # read against vLLM 0.30.0
         rows = [(output.prompt_token_ids, a) for output in outputs for a in output.outputs]
@@ -340,6 +373,8 @@ class Engine:
     def sleep(self) -> None:
         """Drops weights and KV cache (level 2) to make room for training."""
         self.llm.sleep(level=2)  # read against vLLM 0.30.0
+        # Block ids kept for the routes; with asynchronous scheduling each request leaves some.
+        getattr(self.scheduler, "_re_block_ids", {}).clear()  # read against vLLM 0.30.0
         self.asleep, self.stale = True, "sleep() dropped the engine's weights: sync first"
 
     def wake(self) -> None:
@@ -350,8 +385,10 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine; torch.distributed's process group is left to the trainer."""
-        self.llm.llm_engine.model_executor.shutdown()  # read against vLLM 0.30.0
-        self.llm, self.broken = None, "the engine is closed"
+        if not (self.asleep and torch.cuda.is_available()):  # it would free unmapped memory
+            self.llm.llm_engine.model_executor.shutdown()  # read against vLLM 0.30.0
+        self.llm = self.scheduler = None
+        self.broken = "the engine is closed"
 
 
 def sampled_logp(answer) -> np.ndarray:

@@ -125,9 +125,10 @@ class Config:
 
 def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, folder) -> int:
     """One run, from the checkpoint `folder` if there is one -> exit code: 0, or 128 + the signal that asked to stop."""
-    engine = make_engine(c, config, acc, data + held_out)  # first: vLLM measures the free memory
+    own = c.eval_only and not folder  # the engine then reads the weights itself
+    engine = make_engine(c, config, acc, data + held_out, load=own)  # first: it measures memory
     model = optimizer = None
-    if folder or engine.stale or not c.eval_only:  # else the engine has all weights, as loaded
+    if engine.stale or not own:
         model, optimizer = make_model(c, config, acc)
     begin = checkpoint.resume(model, optimizer, folder, c, acc)
     if c.eval_only:
@@ -255,7 +256,7 @@ def start(c: Config) -> Accelerator:
     )
 
 
-def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[dict]):
+def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[dict], load=False):
     """One engine for each --rollout-tp ranks, which takes up to 256 sequences at once."""
     if c.load_rollouts:
         return handover.Recorded(c.load_rollouts)
@@ -270,6 +271,7 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
         seed=c.seed,
         routes=models.routed(config),
         progress=acc.is_main_process and sys.stderr.isatty(),
+        load=load,
     )
 
 

@@ -337,7 +337,8 @@ def sequences(job: Job) -> dict[str, int]:
     """An engine's responses in a step; its cache in tokens; how many responses run at once."""
     prompts = math.ceil(job.run.prompts_per_step * job.run.rollout_tp / job.gpus)
     cache, all_ = int(engine(job)[-1].value // kv_token(job)), prompts * job.run.group_size
-    running = min(ENGINE_SEQUENCES, all_, cache // (job.prompt + job.response // 2))
+    admitted = cache // (job.prompt + job.run.max_new_tokens // 4)  # rollout.Engine.generate
+    running = min(ENGINE_SEQUENCES, all_, admitted, cache // (job.prompt + job.response // 2))
     return {"all": all_, "cache": max(cache, 0), "running": max(running, 1)}
 
 
