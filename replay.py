@@ -74,9 +74,10 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
         raise ValueError(
             f"routes of shape {routed.shape} for {length} tokens, expected {length - 1} rows"
         )
+    if not np.can_cast(routed.dtype, np.int16):  # no bad id may wrap around to a good one, or to -1
+        routed = routed.astype(np.int64).clip(-2, 32767)
     out = torch.full((length, *routed.shape[1:]), -1, dtype=torch.int16)
-    ids = routed.astype(np.int64).clip(-2, 32767)  # no bad id may wrap around to a good one, or -1
-    out[:rows] = torch.from_numpy(ids.astype(np.int16))
+    out.numpy()[:rows] = routed
     out[:, list(dense_layers)] = -1
     return out
 
@@ -91,7 +92,8 @@ def align_and_check(
             if record is None:
                 raise ValueError("the engine returned no routes (enable_return_routed_experts)")
             routes = align_routes(record, length, dense_layers)
-            check_routes(routes, num_experts)
+            sparse = [i for i in range(routes.shape[1]) if i not in dense_layers]
+            check_routes(routes[:-1, sparse] if dense_layers else routes[:-1], num_experts)
         except ValueError as error:
             routes, why = None, str(error)
         aligned.append(routes)
@@ -104,23 +106,28 @@ def check_routes(experts: Tensor, num_experts: int) -> None:
     A row that vLLM never wrote is all zeros: K equal ids, caught as a repetition (for K = 1 it cannot be told from a
     choice of expert 0, so a record that is zero everywhere is refused).
     """
-    rows = experts.reshape(-1, experts.shape[-1]).sort(dim=-1).values  # (rows, K)
-    rows = rows[(rows != -1).any(-1)]
+    rows = experts.reshape(-1, experts.shape[-1]).numpy()
+    if rows.min(initial=0) < 0:
+        rows = rows[(rows != -1).any(-1)]
     if not len(rows):
         return
     if rows.min() < 0 or rows.max() >= num_experts:
         raise ValueError(
-            f"expert ids {int(rows.min())} to {int(rows.max())}, the model has 0 to {num_experts - 1}"
+            f"expert ids {rows.min()} to {rows.max()}, the model has 0 to {num_experts - 1}"
         )
     if not rows.any():
         raise ValueError(
             "every expert id is 0: the engine returned an empty record (enable_return_routed_experts)"
         )
-    repeated = (rows[:, 1:] == rows[:, :-1]).any(-1)
+    columns = np.ascontiguousarray(
+        rows.T
+    )  # comparing K columns of ids is faster than sorting K ids
+    repeated = np.zeros(len(rows), bool)
+    for i, column in enumerate(columns):
+        repeated |= (columns[:i] == column).any(0)
     if repeated.any():
-        raise ValueError(
-            f"an expert repeats in {int(repeated.sum())} rows, such as {rows[repeated][0].tolist()}"
-        )
+        first = sorted(rows[repeated][0].tolist())
+        raise ValueError(f"an expert repeats in {repeated.sum()} rows, such as {first}")
 
 
 def routing_agreement(

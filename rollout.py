@@ -76,9 +76,9 @@ class Rollout:
             parts[-1].append(row)
         return parts
 
-    def pack(self, rows: Sequence[int], experts: list, adv: torch.Tensor) -> "MicroBatch":
-        """These rows, padded, on the host; experts (B x (T_b, L, K)) and adv (B,) are those of the
-        whole batch. No rows: row 0 with an empty mask, for a rank that joins the others' pass."""
+    def pack(self, rows: Sequence[int], experts: dict, adv: torch.Tensor) -> "MicroBatch":
+        """These rows, padded, on the host; experts has their (T_b, L, K) or None by row, adv (B,) is
+        of all rows. No rows: row 0 with an empty mask, for a rank that joins the others' pass."""
         mask_value, rows = bool(rows), rows or [0]
 
         def pad(pieces: list, value: float = 0) -> torch.Tensor:
@@ -88,13 +88,14 @@ class Rollout:
         lengths, starts = [len(self.tokens[b]) for b in rows], [self.prompt_lens[b] for b in rows]
         logp = [np.pad(self.logp_rollout[b], (p, 0)) for b, p in zip(rows, starts, strict=True)]
         mask = [np.arange(n) >= p for n, p in zip(lengths, starts, strict=True)]
+        given = [experts.get(b) for b in rows]
         return MicroBatch(
             tokens=pad([self.tokens[b] for b in rows]).long(),
             lengths=torch.tensor(lengths),
             mask=pad(mask) & mask_value,
             logp_rollout=pad(logp),
             adv=adv[rows],
-            experts_rollout=pad([experts[b] for b in rows], -1),
+            experts_rollout=pad(given, -1) if all(e is not None for e in given) else None,
         )
 
 
@@ -109,7 +110,7 @@ class MicroBatch:
     logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
     adv: torch.Tensor  # (B,) fp32
     # (B, T, L, K) int16, the inputs' experts: those at t shape the log-prob of t + 1
-    experts_rollout: torch.Tensor  # e_mu
+    experts_rollout: torch.Tensor | None  # e_mu, where it is recorded
     # What theta_old says, once it is known:
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old
     experts_old: torch.Tensor | None = None  # e_pi_old, the router's; R2 replays it, R3 counts it

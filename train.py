@@ -63,7 +63,7 @@ DESCRIPTION = (
 
 @dataclass
 class Config:
-    """Every flag of train.py; the comment behind a field is its --help. A test allows 45: a fork may raise that."""
+    """Every flag of train.py; the comment behind a field is its --help. A test allows 46: a fork may raise that."""
 
     model: str = "runs/cold-start"  # folder of a Qwen3-MoE or Qwen3 checkpoint, or its hub name
     data: str = "addition"  # JSONL files (commas), hf:NAME[:SPLIT], or the task addition
@@ -91,6 +91,7 @@ class Config:
     eps_high: float = 0.27  # and above 1, for positive ones
     length_norm: bool = False  # divide each response's sum by its length (an ablation)
     replay: Literal["none", "R2", "R3"] = "none"  # pi_old's experts in pi, or vLLM's in both
+    record_routes: bool = True  # vLLM's, for routing_agreement; without, only where R3 needs them
     lr: float = 5e-5  # of AdamW, constant; for a 30B model 1e-6 is usual
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
     max_bad_steps: int = 3  # in a row with a loss or gradient that is not finite; then it stops
@@ -149,7 +150,7 @@ def train(c: Config, acc, config: moe.MoEConfig, data: list, held_out: list, fol
             engine.sleep()
             handover.save(step, batch, examples, c, acc)
             acc.wait_for_everyone()  # the slowest engine's time is everyone's
-        batch, experts, dropped = usable(batch, config)
+        batch, experts, dropped = usable(batch, config, c, acc)
         adv = advantages(batch, c)
         minibatches = split(batch, experts, adv, c, acc)
         with phase(seconds, "old"):
@@ -269,7 +270,7 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
         tensor_parallel=c.rollout_tp,
         gpu_memory=c.rollout_memory,
         seed=c.seed,
-        routes=models.routed(config),
+        routes=models.records_routes(c, config),
         progress=acc.is_main_process and sys.stderr.isatty(),
         load=load,
     )
@@ -321,18 +322,26 @@ def sample(engine, examples: list[dict], k: int, c: Config, acc, seed, sampling=
     return batch if batch.rewards is not None else rewards.score(batch, examples, c)
 
 
-def usable(batch: rollout.Rollout, config: moe.MoEConfig):
-    """The responses with sound log-probs and routes; their experts e_mu, each (T, L, K) int16; how many were dropped.
+def usable(batch: rollout.Rollout, config: moe.MoEConfig, c: Config, acc: Accelerator):
+    """The responses with sound log-probs and routes; of those that this rank trains on, row -> experts e_mu (T, L, K)
+    int16, or None where none are recorded; how many were dropped. An engine's ranks share its responses out.
 
     Raises guard.Stopped when none is sound: then it is a setting and no accident.
     """
-    lengths, records = [len(tokens) for tokens in batch.tokens], models.records(batch, config)
-    experts, why = replay.align_and_check(records, lengths, config.num_experts, config.dense_layers)
-    sound = [np.isfinite(logp).all() for logp in batch.logp_rollout]
-    rows = [b for b in range(len(batch)) if sound[b] and experts[b] is not None]
-    if not rows:
+    mine = range(acc.process_index % c.rollout_tp, len(batch), c.rollout_tp)
+    experts, why = dict.fromkeys(mine), ""
+    if models.records_routes(c, config):
+        records = [batch.routes[b] for b in mine], [len(batch.tokens[b]) for b in mine]
+        found, why = replay.align_and_check(*records, config.num_experts, config.dense_layers)
+        experts = {b: e for b, e in zip(mine, found, strict=True) if e is not None}
+    sound = [b for b in experts if np.isfinite(batch.logp_rollout[b]).all()]
+    if c.rollout_tp > 1:  # each has looked at its own
+        engine = acc.process_index // c.rollout_tp * c.rollout_tp
+        sound = sorted(sum(gather_object([sound])[engine : engine + c.rollout_tp], []))
+    if not sound:
         raise guard.Stopped(f"no response can be trained on: {why or 'log-probs are not finite'}")
-    return batch.select(rows), [experts[b] for b in rows], len(batch) - len(rows)
+    kept = {place: experts[b] for place, b in enumerate(sound) if b in experts}
+    return batch.select(sound), kept, len(batch) - len(sound)
 
 
 def advantages(batch: rollout.Rollout, c: Config) -> Tensor:
@@ -359,14 +368,14 @@ class MiniBatch:
 
 
 def split(batch: rollout.Rollout, experts, adv, c: Config, acc: Accelerator) -> list[MiniBatch]:
-    """N mini-batches of whole groups, each cut into micro-batches: the same sets on any number of ranks.
+    """N mini-batches of whole groups, this rank's rows of each cut into micro-batches: the same sets on any number of
+    ranks.
 
     A rank with fewer micro-batches than another gets empty ones, since each pass is a collective.
     """
-    mine = range(acc.process_index % c.rollout_tp, len(batch), c.rollout_tp)  # of an engine's batch
     minibatches = []
     for n in range(c.minibatches):
-        rows = [b for b in mine if batch.group_ids[b] % c.minibatches == n]
+        rows = [b for b in experts if batch.group_ids[b] % c.minibatches == n]
         parts = batch.parts(rows, c.micro_batch_tokens)
         mine_n = (len(rows), sum(len(batch.logp_rollout[b]) for b in rows), len(parts))
         responses, tokens, passes = zip(*gather_object([mine_n]), strict=True)  # over ranks

@@ -231,7 +231,7 @@ class Ours:
             self.take(batch)
 
     def take(self, batch: rollout.Rollout) -> "Ours":
-        batch, experts, _ = train.usable(batch, self.config)
+        batch, experts, _ = train.usable(batch, self.config, self.c, self.acc)
         adv = draw_advantages(len(batch))
         (self.batch,) = train.split(batch, experts, adv, self.c, self.acc)
         return self
@@ -269,10 +269,7 @@ class Theirs:
         logging.disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         self.batch, self.amp, self.device = batch, amp, device
-        self.experts, self.adv = (
-            [torch.empty(len(t), 0, 0) for t in batch.tokens],
-            draw_advantages(len(batch)),
-        )
+        self.experts, self.adv = {}, draw_advantages(len(batch))
         self.settings = ("sdpa", "grouped_mm", len(batch))
 
     def use(self, settings: tuple[str, str, int]) -> "Theirs":

@@ -107,10 +107,15 @@ def check(c, config, begun: Path | None) -> None:
     a = stored(found, "temperature", "tokens", "routes")
     if a["temperature"] != c.temperature:
         raise ValueError(f"--temperature {c.temperature}: {found} has {a['temperature']}")
-    shape = (config.num_hidden_layers, config.num_experts_per_tok)
-    shape = shape if models.routed(config) else (0, 0)
-    if a["tokens"].max() >= config.vocab_size or a["routes"].shape[1:] != shape:
+    none, has = (0, 0), a["routes"].shape[1:]
+    shapes = {none, (config.num_hidden_layers, config.num_experts_per_tok)}
+    if a["tokens"].max() >= config.vocab_size or has not in (
+        shapes if models.routed(config) else {none}
+    ):
         raise ValueError(f"--load-rollouts {found}: sampled from another model than {c.model}")
+    if models.records_routes(c, config) and has == none:
+        why = "without routes: add --no-record-routes, and no --replay R3"
+        raise ValueError(f"--load-rollouts {found}: sampled {why}")
 
 
 class Recorded:

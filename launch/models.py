@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import numpy as np
-
 import moe
 from launch.flags import line
 
@@ -30,6 +28,11 @@ def routed(config: moe.MoEConfig) -> bool:
     return len(config.dense_layers) < config.num_hidden_layers
 
 
+def records_routes(c, config: moe.MoEConfig) -> bool:
+    """Does anyone read vLLM's routes: replay R3, or the metrics about them? Else the engine need not keep them."""
+    return routed(config) and (c.record_routes or c.replay == "R3")
+
+
 def open_model(c) -> moe.MoEConfig:
     """The numbers of --model, which becomes a folder if it was a name, so that the run's record holds the commit.
     ValueError names what is wrong with config.json, the weights, or --replay."""
@@ -42,11 +45,3 @@ def open_model(c) -> moe.MoEConfig:
     if heads % tp:
         raise ValueError(f"--rollout-tp {tp}: {c.model} has {heads} attention heads")
     return config
-
-
-def records(batch, config: moe.MoEConfig) -> list[np.ndarray | None]:
-    """vLLM's own records of routes; for a dense model, of which there are none, -1 in every layer."""
-    if routed(config):
-        return batch.routes
-    shape = (config.num_hidden_layers, config.num_experts_per_tok)
-    return [np.full((len(tokens) - 1, *shape), -1) for tokens in batch.tokens]

@@ -58,12 +58,12 @@ def measure(micro, logp: Tensor, entropy: Tensor, stats: loss.Stats) -> dict:
     inputs = F.pad(micro.mask[:, 1:], (0, 1))  # the positions that predict a response token
     stats = stats | loss.discrepancy_stats(micro.logp_old, micro.logp_rollout, entropy, micro.mask)
     gaps = loss.first_order_gap(logp, micro.logp_rollout, micro.mask)[micro.mask.any(1)]
+    ours, theirs = micro.experts_old, micro.experts_rollout
+    theirs = torch.full_like(ours, -1) if theirs is None else theirs  # nothing to compare with
     return {
         "stats": {k: v.cpu() for k, v in stats.items()},
         "gaps": gaps.tolist(),
-        "agreement": replay.agreement_counts(
-            micro.experts_rollout, micro.experts_old, inputs
-        ).cpu(),
+        "agreement": replay.agreement_counts(theirs, ours, inputs).cpu(),
     }
 
 
@@ -79,7 +79,7 @@ def summarize(batch, adv, minibatches, dropped, c, acc: Accelerator) -> dict:
         map(len, batch.tokens),
         strict=True,
     )
-    mine = list(response)[acc.process_index % c.rollout_tp :: c.rollout_tp]
+    mine = [] if acc.process_index % c.rollout_tp else list(response)  # of an engine, once
     parts = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
     rows, parts, dropped = zip(*gather_object([(mine, parts, dropped)]), strict=True)  # over ranks
     group, reward, failed, length, truncated, adv, tokens = np.array(sum(rows, []), float).T

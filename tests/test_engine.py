@@ -234,7 +234,8 @@ def rounded(folder, rounding):
 @torch.no_grad()
 def mismatch(model, batch, replayed):
     """k3, mean and largest |log pi_old - log mu_old| with the live router or R3, and equal routes (live)."""
-    experts = list(map(replay.align_routes, batch.routes, map(len, batch.tokens)))
+    experts = map(replay.align_routes, batch.routes, map(len, batch.tokens))
+    experts = dict(enumerate(experts))
     micro = batch.pack(list(range(len(batch))), experts, torch.zeros(len(batch)))
     hidden, live = model(
         micro.tokens, micro.lengths, micro.experts_rollout if replayed else None, live=True
@@ -564,7 +565,7 @@ def test_pack_by_hand():
     No rows at all: row 0, with nothing to learn, so that a rank can take part in a collective.
     """
     batch, adv = by_hand(), torch.tensor([0.5, -1.0, 2.0])
-    experts = list(map(replay.align_routes, batch.routes, (4, 2, 6)))
+    experts = dict(enumerate(map(replay.align_routes, batch.routes, (4, 2, 6))))
     micro = batch.pack([1, 0], experts, adv)
     # row 1 is 9 | 1, row 0 is 5 6 | 7 8, the bar before the response
     assert (

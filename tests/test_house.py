@@ -1,16 +1,18 @@
 """What README and the layout claim of the code is true: the map, the metrics, the flags, the direction of imports."""
 
 import ast
+import io
 import re
 import shlex
 import statistics
 import sys
+import tokenize
 from pathlib import Path
 
 import loss
 
 ROOT = Path(__file__).resolve().parents[1]
-CEILINGS = {"loss.py": 260, "replay.py": 200, "moe.py": 420, "rollout.py": 460, "train.py": 520}
+CEILINGS = {"loss.py": 130, "replay.py": 75, "moe.py": 330, "rollout.py": 310, "train.py": 390}
 README = (ROOT / "README.md").read_text()
 
 
@@ -25,17 +27,29 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def code_lines(path: Path) -> int:
+    """Lines with code on them: neither blank, nor comment, nor docstring."""
+    text, lines, words = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            words |= set(range(node.lineno, node.end_lineno + 1))
+    skip = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skip | {tokenize.ENDMARKER}:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - words)
+
+
 def test_the_map_is_true():
-    """README's map names the five files with their lines and tests that exist; the five stay within their ceilings."""
+    """README's map names the five files with their lines of code and tests that exist; each stays within its ceiling."""
     rows = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|.*`(tests/\w+\.py)` \|$", README, re.M)
     assert {name for name, _, _ in rows} == set(CEILINGS), rows
     for name, lines, test in rows:
-        found = len((ROOT / name).read_text().splitlines())
+        found = code_lines(ROOT / name)
         assert found == int(lines) <= CEILINGS[name], (
-            f"{name} has {found} lines, README says {lines}"
+            f"{name} has {found} lines of code, README says {lines}"
         )
         assert (ROOT / test).is_file(), test
-    assert sum(int(lines) for _, lines, _ in rows) <= 1860
 
 
 def test_imports_point_one_way():

@@ -35,7 +35,7 @@ engine.sync(moe.hf_weights(moe.load_pretrained(base.model)))
 batches = {}
 for prompts in (8, 3):
     examples = train.pick(data, 0, base)[:prompts]
-    batches[prompts] = train.usable(train.sample(engine, examples, 4, base, acc, (0, 0)), config)[:2]
+    batches[prompts] = train.usable(train.sample(engine, examples, 4, base, acc, (0, 0)), config, base, acc)[:2]
 engine.close()
 cases = [(8, n, mode, again) for n in (1, 4) for mode in ("none", "R2", "R3") for again in (0, 1)]
 results = {}

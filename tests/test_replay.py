@@ -3,6 +3,8 @@
 Which policies R2 and R3 then optimize is in tests/test_formulation.py.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -148,16 +150,50 @@ def test_an_unsound_response_leaves_the_batch_and_is_counted(tiny, name):
     """
     config = moe.MoEConfig.from_pretrained(tiny())
     field, value = UNSOUND[name]
-    batch, experts, dropped = train.usable(responses(**{field: (1, value)}), config)
-    assert dropped == 1 and len(batch) == 3
-    assert [int(e[0, 0, 0]) for e in experts] == [0, 0, 0] and len(experts[0]) == 5
+    c, acc = train.Config(), SimpleNamespace(process_index=0)
+    batch, experts, dropped = train.usable(responses(**{field: (1, value)}), config, c, acc)
+    assert dropped == 1 and len(batch) == 3 and list(experts) == [0, 1, 2]
+    assert [int(e[0, 0, 0]) for e in experts.values()] == [0, 0, 0] and len(experts[0]) == 5
     assert batch.texts == ["a", "c", "d"] and batch.group_ids.tolist() == [0, 1, 1]
     assert batch.rewards.tolist() == [1, 1, 0]
     assert [float(z[0]) for z in batch.logp_rollout] == [-1, -3, -4]
     everything = responses()
     getattr(everything, field)[:] = [value] * 4
     with pytest.raises((RuntimeError, ValueError), match=r"rout|expert|log-prob"):
-        train.usable(everything, config)
+        train.usable(everything, config, c, acc)
+
+
+def test_a_rank_aligns_its_own_rows_and_all_agree_on_what_is_dropped(tiny, monkeypatch):
+    """Two ranks of one engine, four responses: 0 and 2 belong to the first, 1 and 3 to the second, which finds 1 without
+    routes. Both keep 0, 2, 3; each aligns two. Catches ranks that disagree on the batch, and a response that no rank,
+    or both, train on after one before it is dropped.
+    """
+    config, c = moe.MoEConfig.from_pretrained(tiny()), train.Config(rollout_tp=2)
+    aligned, align = [], replay.align_routes
+    monkeypatch.setattr(replay, "align_routes", lambda *z: (aligned.append(1), align(*z))[1])
+    monkeypatch.setattr(train, "gather_object", lambda mine: [[0, 2], [3]])  # what the two say
+    kept = []
+    for rank in (0, 1):
+        acc = SimpleNamespace(process_index=rank)
+        batch, experts, dropped = train.usable(responses(routes=(1, None)), config, c, acc)
+        assert (batch.texts, dropped) == (["a", "c", "d"], 1)
+        kept += experts
+    assert kept == [0, 1, 2] and len(aligned) == 3
+
+
+@pytest.mark.parametrize(
+    "flags", [{"record_routes": False}, {"record_routes": False, "replay": "R2"}]
+)
+def test_nothing_is_aligned_where_nobody_reads_routes(tiny, monkeypatch, flags):
+    """Without --record-routes and R3 a batch trains without routes, and none are made up; R3 reads them all the same."""
+    config, acc = moe.MoEConfig.from_pretrained(tiny()), SimpleNamespace(process_index=0)
+    batch = responses()
+    monkeypatch.setattr(replay, "align_and_check", lambda *_: pytest.fail("aligned"))
+    batch, experts, dropped = train.usable(batch, config, train.Config(**flags), acc)
+    assert experts == dict.fromkeys(range(4)) and dropped == 0
+    assert batch.pack([0, 1], experts, torch.zeros(4)).experts_rollout is None
+    with pytest.raises(pytest.fail.Exception):
+        train.usable(batch, config, train.Config(**flags | {"replay": "R3"}), acc)
 
 
 # --- agreement
