@@ -294,7 +294,8 @@ class MoETransformer(nn.Module):
         packed = Packed.of([n for n in sizes if n], tokens.device)
 
         x = self.embed_tokens(tokens.flatten().index_select(0, places))  # (S, D)
-        cos, sin = rope_tables(places % T, self.config, x.dtype)
+        place = places % T
+        cos, sin = rope_tables(place, self.config, x.dtype)
         given = [None] * len(self.layers)
         if experts is not None:
             given = experts.flatten(0, 1).index_select(0, places).long().unbind(1)
@@ -305,11 +306,9 @@ class MoETransformer(nn.Module):
             routes.append((chosen if live else used).to(torch.int16))
         x, routes = self.norm(x), torch.stack(routes, dim=1)  # (S, D), (S, L, K)
 
-        def padded(z: Tensor, value: int) -> Tensor:
-            whole = z.new_full((B * T, *z.shape[1:]), value).index_copy(0, places, z)
-            return whole.unflatten(0, (B, T))
-
-        return padded(x, 0), padded(routes, -1)
+        at = (places // T, place)
+        padded = routes.new_full((B, T, *routes.shape[1:]), -1)
+        return x.new_zeros(B, T, x.shape[-1]).index_put(at, x), padded.index_put(at, routes)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
         """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), both (...), at least fp32.

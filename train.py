@@ -12,7 +12,8 @@
 One rank or many, it is the same path: Accelerate's FSDP2 shards each decoder layer; masters and Adam moments are fp32,
 compute is --precision. Each group of --rollout-tp ranks runs one engine, samples its share of the prompts and trains
 on what it sampled. Data order and sampling follow from (seed, step) alone, and weights and moments are all that a step
-hands to the next, so a resumed run goes on as if never stopped (guard.Watch alone, which stops it, starts anew).
+hands to the next, so a resumed run goes on as if never stopped: bit for bit on CPUs; on CUDA, whose backward kernels
+add in no fixed order, to rounding (guard.Watch alone, which stops it, starts anew).
 
     python train.py --model runs/cold-start --out runs/mine                    # the toy, on a CPU
     python train.py --model runs/cold-start --out runs/mine --resume auto      # go on after a stop
@@ -262,7 +263,7 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
     if c.load_rollouts:
         return handover.Recorded(c.load_rollouts)
     prompts = -(-c.prompts_per_step * c.rollout_tp // acc.num_processes)
-    return rollout.Engine(
+    engine = rollout.Engine(
         c.model,
         dtype=c.engine_dtype,
         max_model_len=min(dataset.longest(data, c), config.max_position_embeddings),
@@ -274,6 +275,10 @@ def make_engine(c: Config, config: moe.MoEConfig, acc: Accelerator, data: list[d
         progress=acc.is_main_process and sys.stderr.isatty(),
         load=load,
     )
+    if acc.device.type == "cuda":  # packed micro-batches vary in size; only now, for in such memory
+        # the CUDA graphs of ranks that share an engine cannot reach each other's buffers.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return engine
 
 
 def load_model(c: Config, config: moe.MoEConfig, acc: Accelerator):

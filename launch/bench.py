@@ -365,6 +365,7 @@ def parts(ours: Ours, step: float, repeats: int) -> dict[str, float]:
     model = moe.load_pretrained(ours.c.model, device, dtype)
     lengths = [int(n) for micro in ours.batch.micro for n in micro.lengths]
     S, L, layer = sum(lengths), c.num_hidden_layers, model.layers[0]
+    packed = moe.Packed.of(lengths, device)
     x = torch.randn(S, c.hidden_size, device=device).to(dtype).requires_grad_()
     where = torch.cat([torch.arange(n, device=device) for n in lengths])
     cos, sin = moe.rope_tables(where, c, dtype)
@@ -385,7 +386,7 @@ def parts(ours: Ours, step: float, repeats: int) -> dict[str, float]:
 
     times = by_turns(
         {
-            "attention": both("a", lambda: layer.self_attn(x, cos, sin, lengths)),
+            "attention": both("a", lambda: layer.self_attn(x, cos, sin, packed)),
             "moe": both("m", lambda: layer.mlp(x, None)[0]),
             "experts": both("e", lambda: experts(x, used, gates)),
             "in": both("i", lambda: moe.grouped_matmul(rows, experts.gate_up_proj, ends)),

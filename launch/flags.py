@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+import os
 import re
 import sys
 from typing import get_args
@@ -71,6 +72,10 @@ def check(c, ranks: int, node: int) -> None:
     if c.rollout_dtype == "fp8" and torch.cuda.is_available():
         able = torch.cuda.get_device_capability() >= (8, 9)
         insist(able, "rollout_dtype", "needs a GPU of compute capability 8.9 or above")
+    memory = "".join(os.environ.get(f"PYTORCH_{on}ALLOC_CONF", "") for on in ("", "CUDA_"))
+    shared = c.rollout_tp > 1 and "expandable_segments:true" in memory.lower()
+    why = "not with PYTORCH_ALLOC_CONF=expandable_segments:True, where no rank reaches another's CUDA graphs"
+    insist(not shared, "rollout_tp", f"{why}; train.py sets it once the engines stand")
     idle = c.replay == "R2" and c.minibatches == 1
     insist(not idle, "replay", "is none with --minibatches 1, where pi_old's experts are pi's own")
     insist(c.hsdp_replicas in copies, "hsdp_replicas", f"{ranks} ranks allow {copies}")

@@ -1,7 +1,10 @@
 """The model of a run: a folder, or a name on the Hugging Face hub; with experts or without (imported by train.py)."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 import moe
 from launch.flags import line
@@ -9,15 +12,15 @@ from launch.flags import line
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # of a model's repository
 
 
-def folder(name: str) -> str:
-    """`name` where it is a folder, else where the hub's OWNER/MODEL of that name was stored. ValueError if it can't be
-    fetched; anything that is no such name comes back as it is."""
+def folder(name: str, wanted: Sequence[str] = WANTED) -> str:
+    """`name` where it is a folder, else where the hub's OWNER/MODEL of that name was stored, the `wanted` files of it.
+    ValueError if it can't be fetched; anything that is no such name comes back as it is."""
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=WANTED)
+        return snapshot_download(name, allow_patterns=list(wanted))
     except Exception as error:  # of the HTTP client, the cache or the hub: many kinds
         why = "no such folder (launch/cold_start.py makes the toy's), and the hub gives none of that name"
         raise ValueError(f"--model {name}: {why} ({line(error)})") from None
@@ -33,6 +36,16 @@ def records_routes(c, config: moe.MoEConfig) -> bool:
     return routed(config) and (c.record_routes or c.replay == "R3")
 
 
+def padded(c, config: moe.MoEConfig) -> str:
+    """Why vLLM cannot sync these experts in fp8, or "": a shard of no whole blocks of 128 is padded, and a padded layer
+    keeps all it was sent, in bf16, until the last layer has come. Read against vLLM 0.30.0; a few MB do not matter."""
+    F, tp, layers = config.moe_intermediate_size, c.rollout_tp, config.num_hidden_layers
+    kept = 2 * 3 * F * config.hidden_size * config.num_experts * (layers - len(config.dense_layers))
+    if c.engine_dtype != "fp8" or F % (128 * tp) == 0 or kept < 2e9:
+        return ""
+    return f"--rollout-tp {tp} with fp8: {F} / {tp} is no multiple of 128, and {kept / 1e9:.0f} GB would wait on each GPU in a sync"
+
+
 def open_model(c) -> moe.MoEConfig:
     """The numbers of --model, which becomes a folder if it was a name, so that the run's record holds the commit.
     ValueError names what is wrong with config.json, the weights, or --replay."""
@@ -44,4 +57,6 @@ def open_model(c) -> moe.MoEConfig:
     heads, tp = config.num_attention_heads, c.rollout_tp
     if heads % tp:
         raise ValueError(f"--rollout-tp {tp}: {c.model} has {heads} attention heads")
+    if torch.cuda.is_available() and (why := padded(c, config)):
+        raise ValueError(why)
     return config

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import moe
 import train
-from launch import flags
+from launch import flags, models
 
 PUBLISHED = {  # config.json of Qwen/Qwen3-30B-A3B, as far as moe.py reads it
     "architectures": [moe.ARCHITECTURE], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -434,6 +434,8 @@ def problems(job: Job) -> list[str]:
             found.append(f"{name} needs {need / 1e9:.1f} of {have / 1e9:.1f} GB a GPU")
     if (cache := sequences(job)["cache"]) < job.longest:
         found.append(f"KV cache: {cache:,} tokens, the longest sequence has {job.longest:,}")
+    if why := models.padded(job.run, job.config):
+        found.append(why)
     if (limit := job.config.max_position_embeddings) < job.longest:
         found.append(f"prompt + response: {job.longest:,}, max_position_embeddings is {limit:,}")
     return found
@@ -504,7 +506,10 @@ def parse(argv: list[str] | None = None) -> Job:
     run = train.Config.from_flags(rest)
     flags.check(run, own.gpus, min(own.gpus, own.gpus_per_node))
     known = MODELS.get(run.model)
-    config = moe.MoEConfig.from_dict(known) if known else moe.MoEConfig.from_pretrained(run.model)
+    if known:
+        config = moe.MoEConfig.from_dict(known)
+    else:
+        config = moe.MoEConfig.from_pretrained(models.folder(run.model, ["config.json"]))
     if own.layers:
         config = replace(config, num_hidden_layers=own.layers)
     network, mean = own.network_gb * 1e9, own.mean_new_tokens

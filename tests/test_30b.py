@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 
 import moe
 import train
-from launch import cold_start, plan
+from launch import cold_start, models, plan
 from launch import flags as flags_
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -457,6 +458,10 @@ def test_plan_says_what_does_not_fit(capsys):
         ([*model, *long, "--gpu", "H200", "--rollout-memory", "0.9"], "rollout needs"),
         ([*model, *long, "--gpu", "H200", "--rollout-memory", "0.12"], "KV cache"),
         (["--model", "qwen3-30b-a3b-base", *model[2:], *long], "max_position_embeddings is 32,768"),
+        (
+            [*model, *long, "--rollout-tp", "4"],
+            "768 / 4 is no multiple of 128, and 58 GB would wait",
+        ),
         ([*model, "--max-new-tokens", "32768", "--gpu", "H200"], "train needs"),  # all activations
     )
     for flags, reason in cases:
@@ -466,6 +471,22 @@ def test_plan_says_what_does_not_fit(capsys):
         assert reason in last
     assert plan.main(["--model", "nowhere", "--gpus", "8"]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_fp8_shards_that_vllm_would_pad(tiny, monkeypatch):
+    """768 experts' rows over 4 ranks are 192, no whole blocks of 128: refused on CUDA before an engine starts, where a
+    sync would keep 58 GB. Over 1 or 2 ranks, in bf16, or of a toy they pass. Catches a run that dies in its first sync.
+    """
+    fp8 = train.Config(rollout_dtype="fp8")
+    why = {tp: models.padded(replace(fp8, rollout_tp=tp), PUBLISHED) for tp in (1, 2, 4)}
+    assert why[1] == why[2] == models.padded(train.Config(rollout_tp=4), PUBLISHED) == ""
+    assert why[4].startswith("--rollout-tp 4 with fp8: 768 / 4 is no multiple of 128, and 58 GB")
+    assert models.padded(fp8, moe.MoEConfig.from_pretrained(tiny())) == ""
+    monkeypatch.setattr(models, "padded", lambda c, config: "says why")
+    for cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        with pytest.raises(ValueError, match="says why") if cuda else nullcontext():
+            models.open_model(replace(fp8, model=str(tiny())))
 
 
 def test_plan_of_what_others_measured():

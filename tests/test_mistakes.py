@@ -13,6 +13,9 @@ from conftest import ONE, launch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import train
+from launch import flags as flags_
+
 FLAGS = {
     "--steps 0: must be at least 1": "--steps 0",
     "--steps: invalid int value: 'x'": "--steps x",
@@ -171,6 +174,20 @@ def extras(here: Path, lottery: Path) -> dict[str, str]:
         "rollouts: holds rollouts already": f"--save-rollouts {here}/rollouts --resume=",
         f"--save-rollouts {here}/file/x: cannot be": f"--save-rollouts {here}/file/x",
     }
+
+
+def test_shared_engines_refuse_expandable_segments(monkeypatch):
+    """vLLM's all-reduce exports the buffers of CUDA graphs by IPC, which refuses memory of that kind: one line instead
+    of an engine that ends without a word. Catches the variable under either name; a rank by itself may have it.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+            flags_.check(train.Config(), 8, 8)
+            with pytest.raises(ValueError, match=r"^--rollout-tp 2: not with PYTORCH_ALLOC_CONF"):
+                flags_.check(train.Config(rollout_tp=2), 8, 8)
+            patch.setenv(name, "expandable_segments:False")
+            flags_.check(train.Config(rollout_tp=2), 8, 8)
 
 
 MAINS = """

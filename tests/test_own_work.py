@@ -320,7 +320,7 @@ def test_dense_logits_equal_transformers(tiny):
 
 
 def test_a_model_by_its_name(tiny, tmp_path, monkeypatch):
-    """OWNER/MODEL in the hub's cache becomes its folder, and the run's --model; plan.py takes a dense one as it is."""
+    """OWNER/MODEL in the hub's cache becomes its folder, and the run's --model; plan.py takes a dense one, by either."""
     import huggingface_hub
 
     dense = tiny(dense=True, tie_word_embeddings=True)
@@ -335,7 +335,9 @@ def test_a_model_by_its_name(tiny, tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"^--model other/model: no such folder[^\n]*$"):
         models.open_model(train.Config(model="other/model"))
-    assert plan.main(["--model", str(dense), "--gpus", "1", "--prompt-tokens", "20"]) == 0
+    for name in (str(dense), "some/model"):
+        assert plan.main(["--model", name, "--gpus", "1", "--prompt-tokens", "20"]) == 0
+    assert plan.main(["--model", "other/model", "--gpus", "1"]) == 2
 
 
 def test_a_dense_model_trains(runs, tiny):
