@@ -22,6 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 import moe
 import train
 from launch import flags, models
@@ -489,11 +491,23 @@ def report(job: Job) -> str:
     return "\n".join(map(str, lines))
 
 
+def this_gpu() -> Gpu:
+    """The kind of GPU of this machine, with the memory that it has. ValueError for none, and for a kind not in GPUS."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"--gpu here: torch sees none; name one of {', '.join(GPUS)}")
+    found = torch.cuda.get_device_properties(0)
+    squeezed = "".join(found.name.upper().split())
+    kinds = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in squeezed]
+    if not kinds:
+        raise ValueError(f"--gpu here: {found.name} is none of {', '.join(GPUS)}; name the nearest")
+    return replace(kinds[0], memory=found.total_memory)
+
+
 def parse(argv: list[str] | None = None) -> Job:
     """ValueError for flags that make no sense."""
     parser = argparse.ArgumentParser("plan.py", description=__doc__.splitlines()[0])
     parser.epilog = f"and every flag of train.py; --model may be {' or '.join(MODELS)}"
-    parser.add_argument("--gpu", choices=GPUS, default="H200", help="kind of GPU")
+    parser.add_argument("--gpu", choices=["here", *GPUS], default="H200", help="kind of GPU")
     parser.add_argument("--gpus", type=int, default=8, help="how many, over all nodes")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--network-gb", type=float, default=50, help="GB/s a GPU between nodes")
@@ -513,9 +527,8 @@ def parse(argv: list[str] | None = None) -> Job:
     if own.layers:
         config = replace(config, num_hidden_layers=own.layers)
     network, mean = own.network_gb * 1e9, own.mean_new_tokens
-    return Job(
-        config, run, GPUS[own.gpu], own.gpus, own.gpus_per_node, network, own.prompt_tokens, mean
-    )
+    gpu = this_gpu() if own.gpu == "here" else GPUS[own.gpu]
+    return Job(config, run, gpu, own.gpus, own.gpus_per_node, network, own.prompt_tokens, mean)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -344,13 +345,18 @@ def record(script: str, folder: Path, **environment) -> list[list[str]]:
     (folder / "launch").mkdir()
     (folder / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "launch" / script, folder / "launch")
-    (folder / "launch" / "setup.sh").write_text("")
+    (folder / "launch" / "setup.sh").write_text("needs_cuda() { :; }\n")
     stub = f'#!/bin/sh\nprintf "%s\\0" "$0" "$@" >> {folder}/log\nprintf "\\n\\0" >> {folder}/log\n'
     names = ("srun", "scontrol", "nvidia-smi", ".venv/bin/python", ".venv/bin/torchrun")
     for name in names:
         (folder / name).write_text(stub + ("echo node0\n" if name == "scontrol" else ""))
         (folder / name).chmod(0o755)
-    environment = {"MODEL": "", "DATA": "", "PATH": f"{folder}:{os.environ['PATH']}"} | environment
+    environment = {
+        "MODEL": "",
+        "DATA": "",
+        "GPU": "H200",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    } | environment
     environment |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     environment |= {"SLURM_JOB_NODELIST": "node[0-1]", "HOME": str(folder)}
     command = ["bash", str(folder / "launch" / script)]
@@ -445,7 +451,57 @@ def test_launch_scripts_are_sound_shell_and_say_what_they_need():
             assert word in opening, (name, word)
 
 
+def test_a_stop_leaves_time_for_a_step():
+    """The two 30B scripts have torchrun wait for the longest step that plan.py expects, Slurm's TERM comes before the time
+    is up by more than that; torchrun's own 30 s would kill it. A run that means a GPU stops where torch sees none.
+    """
+    for script, gpus in (("qwen3_30b_8gpu.sh", 8), ("qwen3_30b_slurm.sh", 16)):
+        text = (ROOT / "launch" / script).read_text()
+        wait = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text)[1])
+        flags = "--model qwen3-30b-a3b --rollout-dtype fp8 --rollout-tp 2 --max-new-tokens 32768 "
+        flags += f"--group-size 16 --activation-checkpointing --prompts-per-step {8 * gpus} "
+        job = plan.parse((flags + f"--minibatches {gpus // 8} --gpus {gpus}").split())
+        times = (plan.rollout_time, plan.training_time, plan.sync_time)
+        assert sum(rows(job)[-1].value for rows in times) < wait
+        if signal := re.search(r"#SBATCH --signal=TERM@(\d+)", text):
+            assert wait < int(signal[1]) and "--cpu-bind=none" in text
+        assert "OMP_NUM_THREADS" in text and "PYTORCH_ALLOC_CONF" not in text
+        assert re.search(r"^\. launch/setup\.sh\nneeds_cuda$", text, re.M)
+    code = ". launch/setup.sh; needs_cuda; echo went on"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith("setup: torch sees no GPU"), done.stderr
+    assert "went on" not in done.stdout
+
+
 # --- plan.py
+
+
+def test_plan_looks_at_the_gpu_that_is_here(monkeypatch):
+    """--gpu here is the kind whose name torch reports, with the memory that it has. Catches a script for an H200 that
+    starts on a smaller GPU, a 40 GB A100 taken for one of 80, and a guess about a kind that is not known.
+    """
+    with (
+        pytest.raises(ValueError, match="--gpu here: torch sees none")
+        if not torch.cuda.is_available()
+        else nullcontext()
+    ):
+        plan.this_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, kind in {
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-40GB": "A100-80GB",
+        "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
+    }.items():
+        found = SimpleNamespace(name=name, total_memory=40e9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert plan.this_gpu() == replace(plan.GPUS[kind], memory=40e9)
+    found = SimpleNamespace(name="NVIDIA T4", total_memory=16e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    with pytest.raises(ValueError, match="NVIDIA T4 is none of"):
+        plan.this_gpu()
 
 
 def test_plan_says_what_does_not_fit(capsys):
