@@ -32,7 +32,8 @@ GB = 1e9
 
 
 def start_worker(code: str, *arguments, **environment) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
     command = [sys.executable, "-c", code, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EOS, TOKENS
+from conftest import EOS, TOKENS, needs_cpus
 
 import loss
 import moe
@@ -29,6 +29,7 @@ PROMPTS = [[3 + i % 7 for i in range(70)] + end for end in ([], [20, 30, 40])] +
 
 @contextmanager
 def engine(folder, dtype="fp32", **more):
+    needs_cpus()
     sizes = {"max_model_len": 128, "max_num_seqs": 64, "gpu_memory": 0.2, "kv_cache_gb": 0.1}
     mu = rollout.Engine(folder, dtype=dtype, **sizes | more)
     try:

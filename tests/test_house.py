@@ -9,6 +9,10 @@ import sys
 import tokenize
 from pathlib import Path
 
+import pytest
+import torch
+from conftest import launch
+
 import loss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,3 +150,10 @@ def test_every_command_of_readme_runs():
         used = rf"launch/{name}|import [\w, ]*\b{name.partition('.')[0]}\b"
         assert (ROOT / "launch" / name).is_file(), name
         assert any(re.search(used, t) for p, t in users.items() if p.name != name), name
+
+
+def test_on_a_gpu_machine_runs_are_skipped_with_their_reason(monkeypatch):
+    """Where torch sees a GPU, a test that would start a run or an engine skips before it starts anything."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(pytest.skip.Exception, match="gpu_check"):
+        launch([sys.executable, "-c", "raise SystemExit(1)"])
