@@ -1,45 +1,54 @@
-"""Why a token-level objective may stand in for the sequence-level reward, and the objective that follows: MiniRL.
+"""Why a token-level objective may stand in for the sequence-level reward; and what follows: MiniRL.
 
-A prompt x is answered by a response y = (y_1 .. y_|y|), which earns one reward R(x, y). Three policies give log-probs
-for the same tokens; they are never mixed (where it is clear, mu is short for mu_old):
+A response y = (y_1 .. y_|y|) to a prompt x earns one reward R(x, y). Three policies give log-probs
+for the same tokens. They are never mixed (where it is clear, mu is short for mu_old):
 
     logp_rollout   mu_old   the weights theta_old in the inference engine (vLLM), which sampled y
     logp_old       pi_old   the same theta_old in the training engine
-    logp           pi       the weights theta being trained, in the training engine; the only one with a gradient
+    logp           pi       the weights theta being trained, in the training engine; it alone has a
+                            gradient
 
 What we want is the expected reward of pi. With samples of mu_old, by importance sampling:
 
-    J_seq(theta)    = E_{x, y~mu_old} [ pi(y|x)/mu_old(y|x) R(x, y) ]                                  Eq. 1
-    grad J_seq      = E [ pi(y|x)/mu_old(y|x) R(x, y) sum_t grad log pi(y_t) ]                         Eq. 2
+    J_seq(theta)    = E_{x, y~mu_old} [ pi(y|x)/mu_old(y|x) R(x, y) ]                          Eq. 1
+    grad J_seq      = E [ pi(y|x)/mu_old(y|x) R(x, y) sum_t grad log pi(y_t) ]                 Eq. 2
 
-The weight is a product over all tokens: for thousands of them its range and variance are hopeless. The way out is
+The weight is a product over all tokens: for thousands of them its range and variance are hopeless.
+The way out is
 
-    J_token(theta)  = E_{x, y~mu_old} [ sum_t pi(y_t)/mu_old(y_t) R(x, y) ]                            Eq. 3
-    grad J_token    = E [ sum_t pi(y_t)/mu_old(y_t) R(x, y) grad log pi(y_t) ]                         Eq. 4
+    J_token(theta)  = E_{x, y~mu_old} [ sum_t pi(y_t)/mu_old(y_t) R(x, y) ]                    Eq. 3
+    grad J_token    = E [ sum_t pi(y_t)/mu_old(y_t) R(x, y) grad log pi(y_t) ]                 Eq. 4
 
-Write pi(y_t)/mu_old(y_t) = 1 + d_t. Since prod_t (1 + d_t) = 1 + sum_t d_t + O(d^2), J_token equals J_seq to first
-order in d, up to E_mu[(1 - |y|) R], which does not depend on theta. First order in the objective is zeroth order in
-the gradient: the two gradients are equal at pi = mu_old, and their gap grows linearly in d. So everything hangs on
-every d_t being small, and two independent causes make it large:
+Write pi(y_t)/mu_old(y_t) = 1 + d_t. Since prod_t (1 + d_t) = 1 + sum_t d_t + O(d^2), J_token equals
+J_seq to first order in d, up to E_mu[(1 - |y|) R], which does not depend on theta. First order in
+the objective is zeroth order in the gradient: the two gradients are equal at pi = mu_old, and their
+gap grows linearly in d. So everything depends on small d_t, and two independent causes make them
+large:
 
-    pi(y_t)/mu_old(y_t) = pi_old(y_t)/mu_old(y_t)  *  pi(y_t)/pi_old(y_t)                              Eq. 5
+    pi(y_t)/mu_old(y_t) = pi_old(y_t)/mu_old(y_t)  *  pi(y_t)/pi_old(y_t)                      Eq. 5
                           training-inference          policy staleness
                           discrepancy
 
-The first is fought by making the engines agree (replay.py's R3), the second by clipping (below), R2 and R3. The weight
-cures neither: Eq. 4 demands it, since mu_old sampled y, and with pi/pi_old in its place the objective is another.
+Engines that agree keep the first factor near 1 (replay.py's R3). Clipping, R2 and R3 keep the
+second near 1. The weight cures neither: Eq. 4 demands it, since mu_old sampled y. With pi/pi_old in
+its place the objective is another one.
 
-    MiniRL (Sec. 4.1):  J = E [ sum_t M_t sg[pi(y_t)/mu_old(y_t)] A(x, y) log pi(y_t) ],   r_t = pi(y_t)/pi_old(y_t)
-        A    R minus the mean reward of the group of responses to x; no division by the standard deviation
-        M_t  0 if (A > 0 and r_t > 1 + eps_high) or (A < 0 and r_t < 1 - eps_low), else 1. It asks how far *training*
-             has moved, hence pi_old (decoupled PPO), while the weight corrects the *sampling*, hence mu_old
-        sg   stop-gradient. The weight is capped (truncated importance sampling): less variance, at some bias
+    MiniRL (Sec. 4.1):  J = E [ sum_t M_t sg[pi(y_t)/mu_old(y_t)] A(x, y) log pi(y_t) ]
+        r_t  pi(y_t)/pi_old(y_t)
+        M_t  0 if (A > 0 and r_t > 1 + eps_high) or (A < 0 and r_t < 1 - eps_low), else 1. It asks
+             how far *training* has moved, hence pi_old (decoupled PPO). The weight corrects the
+             *sampling*, hence mu_old
+        A    R minus the mean reward of the responses to x; no division by the standard deviation
+        sg   stop-gradient
+        cap  the weight's upper limit (truncated importance sampling): less variance, some bias
 
-There is no division by the response length: Eq. 4 has a sum over tokens, and a mean would be another objective.
+There is no division by the response length: Eq. 4 has a sum over tokens. A mean would be another
+objective.
 
-Shapes: B responses, T positions. Log-probs and mask are (B, T), adv and rewards (B,); index t holds the quantity of
-token t of prompt + response, and mask is true on response tokens. What stands at masked positions is ignored, NaN and
-infinities too. Left out: a KL penalty to a reference model and an entropy bonus, which the paper does not use.
+Shapes: B responses, T positions. Log-probs and mask are (B, T), adv and rewards (B,). Index t holds
+the quantity of token t of prompt + response; mask is true on response tokens. What stands at masked
+positions is ignored, NaN and infinities too. Left out: a KL penalty to a reference model and an
+entropy bonus, which the paper does not use.
 """
 
 import torch
@@ -51,7 +60,7 @@ Stats = dict[str, Tensor]  # 0-d, detached: "tokens" is a count, "..._max" maxim
 def sequence_weight(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
     """pi(y|x)/mu_old(y|x), a product over the response tokens: (B, T) x 3 -> (B,) float64, finite.
 
-    Times R and averaged over samples of mu_old it is J_seq; differentiating it gives Eq. 2.
+    Times R and averaged over samples of mu_old it is J_seq. Its derivative gives Eq. 2.
     """
     log_weight = _difference(logp, logp_rollout, mask).sum(-1)
     return log_weight.clamp(max=700).exp()  # Eq. 1, Eq. 2; float64 ends at e^709
@@ -60,17 +69,18 @@ def sequence_weight(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
 def token_weights(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
     """sum_t pi(y_t)/mu_old(y_t) over the response tokens: (B, T) x 3 -> (B,) float64, finite.
 
-    Times R and averaged over samples of mu_old it is J_token; differentiating it gives Eq. 4.
+    Times R and averaged over samples of mu_old it is J_token. Its derivative gives Eq. 4.
     """
     weight = _difference(logp, logp_rollout, mask).clamp(max=600).exp()
     return (weight * mask).sum(-1)  # Eq. 3, Eq. 4
 
 
 def first_order_gap(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
-    """|prod_t (1 + d_t) - (1 + sum_t d_t)| of each response, 1 + d_t = pi/mu_old: (B, T) x 3 -> (B,) float64.
+    """|prod_t (1 + d_t) - (1 + sum_t d_t)| of each response, 1 + d_t = pi/mu_old.
 
-    What the first-order argument neglects. Computed from expm1 so that tiny d do not cancel, and bounded by about
-    e^700, so that a response of 32,768 tokens gives a large number and never a NaN.
+    (B, T) x 3 -> (B,) float64. It is what the first-order argument neglects. Computed from expm1,
+    so that tiny d do not cancel, and bounded by about e^700, so that a response of 32,768 tokens
+    gives a large number and never a NaN.
     """
     log_weight = _difference(logp, logp_rollout, mask).clamp(-600, 600)
     product = log_weight.sum(-1).clamp(max=700).expm1()  # prod_t (1 + d_t) - 1, Eq. 1
@@ -78,10 +88,11 @@ def first_order_gap(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std_norm: bool = False) -> Tensor:
-    """A = R - mean of R over the responses with the same id: (B,), (B,) int -> (B,) in the dtype of rewards.
+    """A = R - mean of R over the responses with the same id.
 
-    std_norm divides by the group's (population) standard deviation, as GRPO does. A group whose rewards are all equal
-    gets exactly 0 either way.
+    rewards (B,), group_ids (B,) int -> (B,) in the dtype of rewards. std_norm divides by the
+    group's (population) standard deviation, as GRPO does. A group whose rewards are all equal gets
+    exactly 0 either way.
     """
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     rewards = rewards.double()
@@ -113,58 +124,75 @@ def minirl_loss(
     clip: bool = True,
     length_norm: bool = False,
 ) -> tuple[Tensor, Stats]:
-    """-J_MiniRL of these responses (Sec. 4.1); `denom` is the number of responses in the whole mini-batch.
+    """-J_MiniRL of these responses (Sec. 4.1).
 
-    Summed over micro-batches and ranks it is minus the mean over responses, however they were split. Ablations of the
-    paper: is_correction=False drops the first factor of Eq. 5, clip=False sets M = 1, length_norm=True divides each
-    response's sum by its length. Returns the loss (0-d, gradient through logp only) and Stats.
+    `denom` is the number of responses in the whole mini-batch. Summed over micro-batches and ranks,
+    the loss is then minus the mean over responses, however they were split.
+
+    Ablations of the paper: is_correction=False drops the first factor of Eq. 5 from the weight,
+    clip=False sets M = 1, length_norm=True divides each response's sum by its length. Returns the
+    loss (0-d, gradient through logp only) and Stats.
     """
-    ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
-    too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
+    logp, logp_old, logp_rollout = _zero_masked(mask, logp, logp_old, logp_rollout)
+
+    # Both factors of Eq. 5, as constants (sg).
+    discrepancy = (logp_old - logp_rollout).detach()
+    staleness = (logp - logp_old).detach()
+    r = staleness.exp()  # r_t = pi / pi_old
+    weight = (discrepancy + staleness).exp()  # sg[pi / mu_old], Eq. 5
+
+    too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
     keep = ~(too_high | too_low) if clip else torch.ones_like(mask)  # M_t
-    w = weight if is_correction else ratio  # Eq. 5; w/o train-infer-IS its second factor alone
+    w = weight if is_correction else r  # w/o train-infer-IS: the second factor alone
     coefficient = keep * w.clamp(max=is_cap) * adv[:, None]
-    # The gradient of this is Eq. 4, with A for R, masked and capped.
-    per_token = coefficient * logp.masked_fill(~mask, 0.0)
+
+    per_token = coefficient * logp  # its gradient is Eq. 4, with A for R, masked and capped
     if length_norm:
         per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
-    loss = -per_token.sum() / denom
-    return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
+    return -per_token.sum() / denom, _stats(r, weight, too_high, too_low, mask, is_cap)
 
 
 def grpo_loss(
     logp, logp_old, logp_rollout, adv, mask, *, denom, eps_low=0.2, eps_high=0.27, is_cap=5.0
 ) -> tuple[Tensor, Stats]:
-    """-J_GRPO (Appendix A): the mean over a response of min(r_t A, clip(r_t) A), averaged over `denom` responses.
+    """-J_GRPO (Appendix A): the mean over a response of min(r_t A, clip(r_t) A).
 
-    Arguments as in minirl_loss; r_t = pi/pi_old carries the gradient. mu_old does not appear: logp_rollout and is_cap
-    serve the statistics alone. Pass advantages made with std_norm=True.
+    Averaged over `denom` responses. Arguments as in minirl_loss; r_t = pi/pi_old carries the
+    gradient. mu_old does not appear: logp_rollout and is_cap serve the statistics alone. Pass
+    advantages made with std_norm=True.
     """
-    ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
-    too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
-    r = (logp - logp_old).masked_fill(~mask, 0.0).exp()  # r_t with its gradient
-    per_token = torch.minimum(r * adv[:, None], r.clamp(1 - eps_low, 1 + eps_high) * adv[:, None])
-    per_response = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return -per_response.sum() / denom, _stats(ratio, weight, too_high, too_low, mask, is_cap)
+    logp, logp_old, logp_rollout = _zero_masked(mask, logp, logp_old, logp_rollout)
+    r = (logp - logp_old).exp()  # r_t with its gradient
+    weight = (logp - logp_rollout).detach().exp()
+
+    clipped = r.clamp(1 - eps_low, 1 + eps_high)
+    per_token = torch.minimum(r * adv[:, None], clipped * adv[:, None]) * mask
+    per_response = per_token.sum(-1) / mask.sum(-1).clamp(min=1)
+    too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
+    return -per_response.sum() / denom, _stats(r, weight, too_high, too_low, mask, is_cap)
 
 
 def cispo_loss(
     logp, logp_old, logp_rollout, adv, mask, *, denom, eps_low=0.2, eps_high=0.27, is_cap=5.0
 ) -> tuple[Tensor, Stats]:
-    """-J_CISPO (Appendix A): sum_t sg[clip(r_t)] A log pi(y_t), no token masked, over `denom` response *tokens*.
+    """-J_CISPO (Appendix A): sum_t sg[clip(r_t)] A log pi(y_t), with no token masked.
 
-    Arguments as in minirl_loss. r_t = pi/pi_old; mu_old does not appear. Pass advantages made with std_norm=True.
+    Averaged over `denom` response *tokens*. Arguments as in minirl_loss. r_t = pi/pi_old; mu_old
+    does not appear. Pass advantages made with std_norm=True.
     """
-    ratio, weight = _factors(logp, logp_old, logp_rollout, mask)
-    too_high, too_low = _clipped(ratio, adv, mask, eps_low, eps_high)
-    w = ratio.clamp(1 - eps_low, 1 + eps_high)
-    loss = -(w * adv[:, None] * logp.masked_fill(~mask, 0.0)).sum() / denom
-    return loss, _stats(ratio, weight, too_high, too_low, mask, is_cap)
+    logp, logp_old, logp_rollout = _zero_masked(mask, logp, logp_old, logp_rollout)
+    r = (logp - logp_old).detach().exp()  # r_t
+    weight = (logp - logp_rollout).detach().exp()
+
+    clipped = r.clamp(1 - eps_low, 1 + eps_high)
+    loss = -(clipped * adv[:, None] * logp).sum() / denom
+    too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
+    return loss, _stats(r, weight, too_high, too_low, mask, is_cap)
 
 
-# name -> (objective, what its `denom` counts over the whole mini-batch, are advantages divided by the deviation).
-# An objective takes what grpo_loss takes, more where it likes, and returns a 0-d loss, whose gradient goes through logp
-# alone, and _stats(...). A response without response tokens adds 0 to it, whatever its adv: ranks pad with such.
+# name -> (objective, what its `denom` counts over the whole mini-batch, std_norm of advantages).
+# An objective takes the arguments of grpo_loss. It returns a 0-d loss, whose gradient goes through
+# logp alone, and _stats(...). A response without response tokens must add 0: ranks pad with such.
 OBJECTIVES = {
     "minirl": (minirl_loss, "responses", False),
     "grpo": (grpo_loss, "responses", True),
@@ -175,10 +203,11 @@ OBJECTIVES = {
 def kl_rollout_train(
     logp_rollout: Tensor, logp_old: Tensor, mask: Tensor, estimator: str = "k1"
 ) -> Tensor:
-    """KL[mu_old || pi_old] per token in nats, estimated on tokens sampled from mu_old -> 0-d float64.
+    """KL[mu_old || pi_old] in nats a token, estimated on tokens sampled from mu_old -> 0-d float64.
 
-    "k1" is the paper's, the mean of log mu_old - log pi_old: unbiased, noisy, of either sign. "k3" is the mean of
-    q - 1 - log q with q = pi_old/mu_old: the same expectation, never negative, far less noise.
+    "k1" is the paper's: the mean of log mu_old - log pi_old, unbiased, noisy, of either sign. "k3"
+    is the mean of q - 1 - log q with q = pi_old/mu_old: the same expectation, never negative, far
+    less noise.
     """
     log_q = _difference(logp_old, logp_rollout, mask)
     per_token = {"k1": -log_q, "k3": log_q.clamp(max=600).expm1() - log_q}[estimator]
@@ -202,53 +231,50 @@ def discrepancy_stats(
     }
 
 
-def merge_stats(parts: list[Stats]) -> Stats:
-    """The Stats of a mini-batch from its micro-batches' on all ranks: a sum of tokens, maxima, means over tokens."""
-    tokens = torch.stack([p["tokens"] for p in parts])
+def merge_stats(micro_batches: list[Stats]) -> Stats:
+    """The Stats of a mini-batch from those of its micro-batches on all ranks.
+
+    A sum of tokens, maxima, and means over tokens.
+    """
+    tokens = torch.stack([stats["tokens"] for stats in micro_batches])
     merged = {"tokens": tokens.sum()}
-    for name in parts[0].keys() - {"tokens"}:
-        values = torch.stack([p[name] for p in parts])
+    for name in micro_batches[0].keys() - {"tokens"}:
+        values = torch.stack([stats[name] for stats in micro_batches])
         mean = (values * tokens).sum() / tokens.sum().clamp(min=1)
         merged[name] = values.amax() if name.endswith("_max") else mean
     return merged
 
 
+def _zero_masked(mask: Tensor, *logps: Tensor) -> list[Tensor]:
+    """Each (B, T) tensor with 0 where masked, even if it is infinite or NaN there."""
+    return [logp.masked_fill(~mask, 0.0) for logp in logps]
+
+
 def _difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    """a - b in float64, 0 where masked (even if a or b is infinite or NaN there)."""
-    return a.double().masked_fill(~mask, 0.0) - b.double().masked_fill(~mask, 0.0)
+    """a - b in float64, 0 where masked."""
+    a, b = _zero_masked(mask, a.double(), b.double())
+    return a - b
 
 
-def _factors(logp: Tensor, logp_old: Tensor, logp_rollout: Tensor, mask: Tensor):
-    """Without gradient: pi/pi_old and pi/mu_old (B, T), 1 where masked.
-
-    The second is made of the two factors of Eq. 5, so that it is the first, bit for bit, where the engines agree.
-    """
-    logp, logp_old, logp_rollout = (
-        z.detach().masked_fill(~mask, 0.0) for z in (logp, logp_old, logp_rollout)
-    )
-    discrepancy, staleness = logp_old - logp_rollout, logp - logp_old
-    return staleness.exp(), (discrepancy + staleness).exp()  # r_t; Eq. 5
-
-
-def _clipped(ratio: Tensor, adv: Tensor, mask: Tensor, eps_low: float, eps_high: float):
-    """Tokens that training has already moved past the trust region in the direction in which A pushes: two (B, T)."""
-    too_high = (adv[:, None] > 0) & (ratio > 1 + eps_high) & mask
-    too_low = (adv[:, None] < 0) & (ratio < 1 - eps_low) & mask
+def _clipped(r: Tensor, adv: Tensor, mask: Tensor, eps_low: float, eps_high: float):
+    """Tokens that training has moved past the trust region, to where A pushes: two (B, T) bool."""
+    too_high = (adv[:, None] > 0) & (r > 1 + eps_high) & mask
+    too_low = (adv[:, None] < 0) & (r < 1 - eps_low) & mask
     return too_high, too_low
 
 
 @torch.no_grad()
-def _stats(ratio, weight, too_high, too_low, mask, is_cap) -> Stats:
+def _stats(r, weight, too_high, too_low, mask, is_cap) -> Stats:
     tokens = mask.sum().double()
 
-    def mean(z: Tensor) -> Tensor:
-        return (z.double() * mask).sum() / tokens.clamp(min=1)
+    def mean(values: Tensor) -> Tensor:
+        return (values.double() * mask).sum() / tokens.clamp(min=1)
 
     return {
         "tokens": tokens,
         "clip_frac_high": mean(too_high),
         "clip_frac_low": mean(too_low),
-        "ratio_max": (ratio * mask).amax(),
+        "ratio_max": (r.detach() * mask).amax(),
         "is_weight_mean": mean(weight),
         "is_weight_max": (weight * mask).amax(),
         "is_capped_frac": mean(weight > is_cap),

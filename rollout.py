@@ -1,4 +1,4 @@
-r"""mu, the policy that samples (vLLM inside the trainer's process), and R(x, y), data and rewards.
+r"""mu, the policy that samples: the vLLM engine inside the trainer's process, and its record.
 
 The life of a step; in brackets what the accelerator holds beside the training states (sharded
 master weights and Adam moments, which stay). On a CPU the same calls move no memory.
@@ -13,18 +13,17 @@ master weights and Adam moments, which stay). On a CPU the same calls move no me
 
 mu is not pi_old although the weights are equal: other kernels, perhaps another precision, other
 batch shapes, other experts. So a `Rollout` holds what the engine says it did: the log-probs after
-temperature and top_p, its experts. What it did not say stays NaN or None; nothing is filled in.
+temperature and top_p, and its experts. What it did not say stays NaN or None. Nothing is filled in.
 
 Letters: P prompts, G responses per prompt, B = P * G sequences, T tokens of prompt + response
 (P_b + R_b in row b), L layers (dense ones included), E experts, K experts per token.
 
-Left out: rewards between turns, tools, LoRA; engines in other processes or on other GPUs;
-sampling while training; expert parallelism. fp8 without CUDA, and int4 anywhere, are emulated:
-weights are rounded as they are sent, activations are not.
+Left out: rewards between turns, tools, LoRA; engines in other processes or on other GPUs; sampling
+while training; expert parallelism. fp8 without CUDA, and int4 anywhere, are emulated: weights are
+rounded as they are sent, activations are not.
 """
 
 import os
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -36,8 +35,6 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from launch import files, formats, grade
-
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
@@ -46,79 +43,93 @@ class Rollout:
     tokens: list[np.ndarray]  # B x (P_b + R_b,) int32; EOS is there only if the model emitted it
     prompt_lens: np.ndarray  # (B,) int32, P_b
     logp_rollout: list[np.ndarray]  # B x (R_b,) float32, log mu_old(y_t), NaN where unknown
-    routes: list  # B x (P_b + R_b - 1, L, K), vLLM's own record, or None (replay.py aligns it)
+    routes: list  # B x (P_b + R_b - 1, L, K), vLLM's own record, or None
     truncated: np.ndarray  # (B,) bool, ended by the length limit
     group_ids: np.ndarray  # (B,) int32, index of the prompt in the batch, never its text
     texts: list[str]  # B responses, special tokens skipped
-    rewards: np.ndarray | None = None  # (B,) float32, set by scoring
-    failed: np.ndarray | None = None  # (B,) bool, the reward function failed: 0 stands in
+    # Set later, by train.py:
+    rewards: np.ndarray | None = None  # (B,) float32, R
+    adv: np.ndarray | None = None  # (B,) float32, A
+    experts_mu: list | None = None  # B x (P_b + R_b, L, K) int16: routes laid on positions
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def select(self, rows: Sequence[int]) -> "Rollout":
-        """The same record for these rows only, in this order; group ids stay as they were."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if value is not None:
-                picked = [value[row] for row in rows]
-                values[name] = picked if isinstance(value, list) else np.array(picked, value.dtype)
+        """The same record for these rows only, in this order. Group ids stay as they were."""
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                value = [value[row] for row in rows]
+            elif value is not None:
+                value = value[np.array(rows, int)]
+            values[field.name] = value
         return Rollout(**values)
 
-    def parts(self, rows: Sequence[int], limit: int) -> list[list[int]]:
-        """Rows sorted by length, cut so that none has more than `limit` tokens (or it is one row)."""
-        parts, room = [], 0
+    def cut(self, rows: Sequence[int], limit: int) -> list[list[int]]:
+        """Rows, longest first, in groups of up to `limit` tokens (or of one row)."""
+        groups, used = [], limit
         for row in sorted(rows, key=lambda b: -len(self.tokens[b])):
-            room -= len(self.tokens[row])
-            if room < 0:
-                parts.append([])
-                room = limit - len(self.tokens[row])
-            parts[-1].append(row)
-        return parts
+            length = len(self.tokens[row])
+            if used + length > limit:
+                groups.append([])
+                used = 0
+            groups[-1].append(row)
+            used += length
+        return groups
 
-    def pack(self, rows: Sequence[int], experts: dict, adv: torch.Tensor) -> "MicroBatch":
-        """These rows, padded, on the host; experts has their (T_b, L, K) or None by row, adv (B,) is
-        of all rows. No rows: row 0 with an empty mask, for a rank that joins the others' pass."""
-        mask_value, rows = bool(rows), rows or [0]
+    def pad(self, rows: Sequence[int]) -> "MicroBatch":
+        """These rows, padded to the longest, on the host; needs `adv`."""
+        tokens, mask, logp = [], [], []
+        for b in rows:
+            prompt = int(self.prompt_lens[b])
+            tokens.append(torch.from_numpy(self.tokens[b]).long())
+            mask.append(torch.arange(len(self.tokens[b])) >= prompt)
+            logp.append(torch.from_numpy(np.pad(self.logp_rollout[b], (prompt, 0))))
+        experts = [self.experts_mu[b] for b in rows] if self.experts_mu else None
 
-        def pad(pieces: list, value: float = 0) -> torch.Tensor:
-            pieces = [torch.as_tensor(piece) for piece in pieces]
-            return pad_sequence(pieces, batch_first=True, padding_value=value)
-
-        lengths, starts = [len(self.tokens[b]) for b in rows], [self.prompt_lens[b] for b in rows]
-        logp = [np.pad(self.logp_rollout[b], (p, 0)) for b, p in zip(rows, starts, strict=True)]
-        mask = [np.arange(n) >= p for n, p in zip(lengths, starts, strict=True)]
-        given = [experts.get(b) for b in rows]
+        padded = partial(pad_sequence, batch_first=True)
         return MicroBatch(
-            tokens=pad([self.tokens[b] for b in rows]).long(),
-            lengths=torch.tensor(lengths),
-            mask=pad(mask) & mask_value,
-            logp_rollout=pad(logp),
-            adv=adv[rows],
-            experts_rollout=pad(given, -1) if all(e is not None for e in given) else None,
+            tokens=padded(tokens),
+            lengths=torch.tensor([len(row) for row in tokens]),
+            mask=padded(mask),
+            logp_rollout=padded(logp),
+            adv=torch.from_numpy(self.adv[rows]),
+            experts_mu=padded(experts, padding_value=-1) if experts else None,
         )
 
 
 @dataclass
 class MicroBatch:
-    """B responses that pass through the model together; index t holds the quantity of token t.
-    On the host until their turn comes: the routes of a whole step are gigabytes."""
+    """B responses that pass through the model together. Index t holds the quantity of token t.
+
+    On the host until their turn comes: the experts of a whole step are gigabytes.
+    """
 
     tokens: torch.Tensor  # (B, T) int64, prompt + response
     lengths: torch.Tensor  # (B,) int64, on the host wherever the others are
     mask: torch.Tensor  # (B, T) bool, true on response tokens
     logp_rollout: torch.Tensor  # (B, T) fp32, log mu_old, 0 off the mask
     adv: torch.Tensor  # (B,) fp32
-    # (B, T, L, K) int16, the inputs' experts: those at t shape the log-prob of t + 1
-    experts_rollout: torch.Tensor | None  # e_mu, where it is recorded
+    # (B, T, L, K) int16, the experts of inputs: those at t shape the log-prob of t + 1.
+    experts_mu: torch.Tensor | None = None  # e_mu, if it is recorded
     # What theta_old says, once it is known:
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old
     experts_old: torch.Tensor | None = None  # e_pi_old, the router's; R2 replays it, R3 counts it
 
+    @classmethod
+    def empty(cls) -> "MicroBatch":
+        """One token and no response, for a rank that joins the others' pass without a row."""
+        one = torch.zeros(1, 1)
+        return cls(one.long(), torch.ones(1, dtype=torch.long), one.bool(), one, one[0])
+
     def to(self, device: torch.device) -> "MicroBatch":
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        known.pop("lengths")
-        return replace(self, **{name: value.to(device) for name, value in known.items()})
+        moved = {}
+        for name, value in vars(self).items():
+            if value is not None and name != "lengths":
+                moved[name] = value.to(device)
+        return replace(self, **moved)
 
 
 def round_fp8(weight: torch.Tensor) -> torch.Tensor:
@@ -138,30 +149,29 @@ def round_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def start_vllm(model_dir: str | Path, **arguments):
-    """LLM(...), undoing what it does to the whole process: it reseeds every generator and, on a
-    CPU, overwrites LOCAL_WORLD_SIZE and turns torch.set_num_threads into a no-op."""
+    """LLM(...), without what it does on a CPU to the process: it turns torch.set_num_threads into a
+    no-op and overwrites LOCAL_WORLD_SIZE. It also reseeds every random generator."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # sync hands over a generator as it is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # DeepGEMM compiles with nvcc where it finds one, for minutes, fails where it does not, and
-    # rounds the scales of fp8 weights once more; the kernel that comes next is compiled already.
+    # rounds the scales of fp8 weights once more. The kernel that comes next is compiled already.
     os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")  # read against vLLM 0.30.0
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    set_num_threads, ranks_here = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE", "1")
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        try:
-            from vllm import LLM
-        except ImportError as error:
-            raise ValueError(f"vLLM is not usable ({error}); see requirements.txt") from None
-        llm = LLM(str(model_dir), **arguments)  # read against vLLM 0.30.0
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_num_threads, os.environ["LOCAL_WORLD_SIZE"] = set_num_threads, ranks_here
-    # The CPU backend names its shared memory alike in every run. By now all ranks have joined it;
-    # without the name it ends with the process and is in nobody's way.
-    for segment in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
-        segment.unlink(missing_ok=True)  # read against vLLM 0.30.0
+    set_num_threads = torch.set_num_threads
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ValueError(f"vLLM is not usable ({error}); see requirements.txt") from None
+    llm = LLM(str(model_dir), **arguments)  # read against vLLM 0.30.0
+    torch.set_num_threads = set_num_threads
+    os.environ["LOCAL_WORLD_SIZE"] = ranks_here
+
+    # The CPU backend names the memory that ranks share alike in every run. By now all ranks have
+    # joined it. Without the name it ends with the process and is in nobody's way.
+    if arguments["tensor_parallel_size"] > 1:
+        for segment in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):  # read against vLLM 0.30.0
+            segment.unlink(missing_ok=True)
     return llm
 
 
@@ -207,18 +217,21 @@ def forget_packed(model: torch.nn.Module) -> None:
 class Engine:
     """The colocated vLLM engine: sync -> generate -> sleep -> (train) -> wake -> sync.
 
-    `dtype` is bf16, fp32, fp8 or int4; `gpu_memory` the share of a GPU for weights and KV cache,
-    free when this starts, so before the training states; `kv_cache_gb` counts on a CPU only. Under
-    torchrun it needs a process group, and tensor-parallel ranks make the same calls with the same
-    prompts and seeds. `routes` records the experts: off for a dense model, which has none;
-    `progress` shows a bar while it samples. Without `load` it does not read the folder's weights,
-    which the first sync sends anyway. What else is given goes to vLLM's LLM() as it is. ValueError
-    for a setting that cannot work.
+    `shapes` has the name and shape of each tensor that a sync sends: all that the model folder has.
+    `dtype` is bf16, fp32, fp8 or int4. `gpu_memory` is the share of a GPU for weights and KV cache,
+    free when this starts, so before the training states; `kv_cache_gb` counts on a CPU only.
+    Without `routes` it records no experts (a dense model has none). Without `load` it does not read
+    the folder's weights, which the first sync sends anyway. `progress` shows a bar while it
+    samples. What else is given goes to vLLM's LLM() as it is.
+
+    Under torchrun it needs a process group, and tensor-parallel ranks make the same calls with the
+    same prompts and seeds. Raises ValueError for a setting that cannot work.
     """
 
     def __init__(
         self,
         model_dir: str | Path,
+        shapes: dict[str, tuple[int, ...]],
         *,
         dtype: str = "bf16",
         max_model_len: int,
@@ -232,24 +245,33 @@ class Engine:
         load: bool = True,
         **vllm,
     ):
-        world_size, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        cuda = torch.cuda.is_available()
         if dtype not in ("bf16", "fp32", "fp8", "int4"):
             raise ValueError(f"rollout dtype {dtype!r} is none of bf16, fp32, fp8, int4")
         if world_size % tensor_parallel:
             raise ValueError(f"rollout tp {tensor_parallel} does not divide {world_size} ranks")
         if world_size > 1 and not torch.distributed.is_initialized():
             raise ValueError("several ranks: call torch.distributed.init_process_group() first")
-        self.shapes = {name: shape for name, (_, shape) in files.headers(model_dir).items()}
-        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+
+        self.shapes = shapes
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.progress = progress
         self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         self.rounding = {"fp8": None if cuda else round_fp8, "int4": round_int4}.get(dtype)
-        self.asleep, self.broken, self.progress = False, None, progress
-        # Why generate() must wait for a sync; the weights it loads from the disk are not rounded.
-        self.stale = f"{dtype} is emulated by sync(): sync first" if self.rounding else None
-        self.stale = self.stale if load else "the engine has no weights yet: sync first"
+        self.asleep = False
+        self.broken = None  # why nothing works any more
+        self.stale = None  # why generate() must wait for a sync
+        if self.rounding:
+            self.stale = f"{dtype} is emulated by sync(): sync first"
+        if not load:
+            self.stale = "the engine has no weights yet: sync first"
+
         arguments = device_arguments(dtype, max_model_len, gpu_memory, kv_cache_gb)
         tokens = max_num_seqs * (max_model_len + 16) // tensor_parallel  # and a block for each
-        if cuda and (cache := small_cache(self.shapes, self.dtype.itemsize, tokens)):
+        cache = small_cache(shapes, self.dtype.itemsize, tokens)
+        if cuda and cache:
             arguments["kv_cache_memory_bytes"] = cache
         self.llm = start_vllm(
             model_dir,
@@ -269,10 +291,10 @@ class Engine:
             **arguments | vllm,
         )
         self.tokenizer = self.llm.get_tokenizer()
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.scheduler = core.scheduler  # read against vLLM 0.30.0
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        self.cache_tokens = cache.num_gpu_blocks * cache.block_size  # read against vLLM 0.30.0
+        inner = self.llm.llm_engine
+        self.scheduler = inner.engine_core.engine_core.scheduler  # read against vLLM 0.30.0
+        blocks = inner.vllm_config.cache_config  # read against vLLM 0.30.0
+        self.cache_tokens = blocks.num_gpu_blocks * blocks.block_size
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
         """theta -> theta_old: streams (HF name, full tensor) pairs in; returns (bytes, tensors).
@@ -301,20 +323,21 @@ class Engine:
         return sum(sent), len(sent)
 
     def _checked(self, weights: Iterable, sent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Casts, rounds, passes on; raises at the first tensor that is not the folder's."""
+        """Casts, rounds, passes on. Raises at the first tensor that is not the folder's."""
         missing = dict(self.shapes)
         for name, tensor in weights:
             if name not in missing:
                 why = "was sent twice" if name in self.shapes else "is not in the model folder"
                 raise RuntimeError(f"weight sync: {name} {why}")
-            if (shape := tuple(tensor.shape)) != (stored := missing.pop(name)):
+            shape, stored = tuple(tensor.shape), missing.pop(name)
+            if shape != stored:
                 raise RuntimeError(f"weight sync: {name} has shape {shape}, not {stored}")
             # Always a copy: vLLM keeps the tensors of a layer until the layer is complete.
             tensor = tensor.detach().to(self.dtype, copy=True)
             # Linear layers and experts, but not the router, embedding, head and norms.
             if self.rounding and name.endswith("_proj.weight"):
                 tensor = self.rounding(tensor)
-            sent.append(tensor.numel() * tensor.element_size())
+            sent.append(tensor.nbytes)
             yield name, tensor
         if missing:
             raise RuntimeError(f"weight sync: {len(missing)} tensors not sent: {list(missing)[:3]}")
@@ -351,14 +374,16 @@ class Engine:
         settings |= {"max_tokens": max_new_tokens, "detokenize": False}
         settings |= {"logprobs": 0, "flat_logprobs": True}  # the sampled tokens' alone
         params = [SamplingParams(**settings, seed=first_seed + i * group_size) for i in ids]
-        batch = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
         # vLLM admits by what a prompt takes now, and throws out what has grown too much to keep, to
         # compute it again. Not more at once than the cache holds with a quarter of the longest
         # response: what a running one has on the average, if lengths spread evenly up to it.
         fit = self.cache_tokens // (longest - max_new_tokens + max_new_tokens // 4)
         self.scheduler.max_num_running_reqs = min(self.max_num_seqs, max(fit, 1))
         bar = self.progress and partial(tqdm, leave=False)
+        batch = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(batch, params, use_tqdm=bar)  # read against vLLM 0.30.0
+
         rows = [(output.prompt_token_ids, a) for output in outputs for a in output.outputs]
         assert len(rows) == len(ids) * group_size, f"{len(rows)} responses to {len(ids)} prompts"
         return Rollout(
@@ -376,10 +401,11 @@ class Engine:
         self.llm.sleep(level=2)  # read against vLLM 0.30.0
         # Block ids kept for the routes; with asynchronous scheduling each request leaves some.
         getattr(self.scheduler, "_re_block_ids", {}).clear()  # read against vLLM 0.30.0
-        self.asleep, self.stale = True, "sleep() dropped the engine's weights: sync first"
+        self.asleep = True
+        self.stale = "sleep() dropped the engine's weights: sync first"
 
     def wake(self) -> None:
-        """Maps the weights' memory, which torch's cache must give back first; sync() does the rest."""
+        """Maps the weights' memory, which torch's cache must give back first. sync() does the rest."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.llm.wake_up(["weights"])  # read against vLLM 0.30.0
@@ -397,46 +423,3 @@ def sampled_logp(answer) -> np.ndarray:
     flat = answer.logprobs
     logp = np.array(flat.logprobs if flat else [None] * len(answer.token_ids), np.float32)
     return np.where(np.isfinite(logp), logp, np.float32(np.nan))
-
-
-def load_data(path: str | Path) -> list[dict]:
-    """JSON lines with "prompt" and "answer", strings or numbers, returned as strings; or with the
-    names of launch/formats.py. A BOM, CRLF and blank lines are fine; anything else is a ValueError
-    with file and line."""
-    examples = []
-    for number, row in formats.json_lines(path):
-        try:
-            examples.append(formats.example(row))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
-    if not examples:
-        raise ValueError(f"{path}: no examples in it")
-    return examples
-
-
-def addition(n: int, seed: int, digits: int = 4) -> list[dict]:
-    """The built-in task: n sums of two uniform numbers, zero-padded. Same seed, same list."""
-    rng = random.Random(seed)
-    pairs = [(rng.randrange(10**digits), rng.randrange(10**digits)) for _ in range(n)]
-    return [
-        {"prompt": f"{a:0{digits}}+{b:0{digits}}=", "answer": f"{a + b:0{digits + 1}}"}
-        for a, b in pairs
-    ]
-
-
-def addition_reward(response: str, answer: str) -> float:
-    """1.0 if what follows the last "#" is the answer, digit for digit."""
-    _, mark, given = response.rpartition("#")
-    return float(mark == "#" and given.strip() == answer)
-
-
-def reward(response: str, answer: str) -> float:
-    """1.0 if the last \\boxed{...} of the response, else its last number, equals the answer (bare
-    LaTeX, a number, or a solution that ends in \\boxed{...} or #### 72) by math-verify. Over 300
-    characters, 3 CPU seconds or 4 GB to compare: 0.0."""
-    gold = grade.gold(answer)
-    given = grade.final_answer(response)
-    if not given or len(given) > 300:
-        return 0.0
-    given = grade.plain(given)
-    return float(given == gold or grade.equal(gold, given))

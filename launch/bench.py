@@ -55,6 +55,7 @@ import moe
 import rollout
 import train
 from launch import cold_start
+from launch.lib.data import addition
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, LR, TRL = 16, 1e-6, "trl==1.16.0"
@@ -187,7 +188,7 @@ def make_folder(name: str, out: Path, **changes) -> Path:
     """A checkpoint of random weights with the toy's tokenizer, made once."""
     if not out.exists():
         config = moe.MoEConfig.from_dict(MODELS[name] | changes)
-        moe.save_pretrained(moe.MoETransformer(config).init_weights(0, 0.04), out)
+        moe.save_pretrained(cold_start.init_weights(moe.MoETransformer(config), 0, 0.04), out)
         cold_start.write_tokenizer(out)
     return out
 
@@ -207,15 +208,12 @@ def make_batch(config: moe.MoEConfig, n: int, mean: int, spread: bool) -> rollou
         truncated=np.zeros(n, bool),
         group_ids=np.arange(n, dtype=np.int32) // 8,
         texts=[""] * n,
+        adv=rng.normal(size=n).astype(np.float32),
     )  # fmt: skip
 
 
 # Stands where train.update expects AdamW, and leaves weights and gradients as they are.
 KEEP = SimpleNamespace(param_groups=[{}], state={}, step=lambda: None, zero_grad=lambda: None)
-
-
-def draw_advantages(n: int) -> torch.Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(1))
 
 
 class Ours:
@@ -231,9 +229,9 @@ class Ours:
             self.take(batch)
 
     def take(self, batch: rollout.Rollout) -> "Ours":
-        batch, experts, _ = train.usable(batch, self.config, self.c, self.acc)
-        adv = draw_advantages(len(batch))
-        (self.batch,) = train.split(batch, experts, adv, self.c, self.acc)
+        layout = train.Layout(engines=1, engine=0, member=0, tp=1)
+        batch, _ = train.sound_responses(batch, self.config, self.c, layout)
+        (self.batch,) = train.split(batch, self.c)
         return self
 
     def step(self) -> None:
@@ -242,11 +240,12 @@ class Ours:
         train.update(self.model, KEEP, batch, self.c, self.acc)
 
     def old(self) -> None:
-        batch = replace(self.batch, micro=[replace(micro) for micro in self.batch.micro])
+        copies = [replace(micro) for micro in self.batch.micro_batches]
+        batch = replace(self.batch, micro_batches=copies)
         train.old_logprobs(self.model, [batch], self.c, self.acc)
 
     def forward(self) -> None:
-        for micro in self.batch.micro:
+        for micro in self.batch.micro_batches:
             train.logprobs(self.model, micro.to(self.acc.device), None, self.c)
 
     @torch.no_grad()
@@ -269,7 +268,6 @@ class Theirs:
         logging.disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         self.batch, self.amp, self.device = batch, amp, device
-        self.experts, self.adv = {}, draw_advantages(len(batch))
         self.settings = ("sdpa", "grouped_mm", len(batch))
 
     def use(self, settings: tuple[str, str, int]) -> "Theirs":
@@ -296,7 +294,7 @@ class Theirs:
     def step(self) -> None:
         self.model.zero_grad()
         for rows in np.array_split(np.arange(len(self.batch)), len(self.batch) // self.settings[2]):
-            micro = self.batch.pack(list(rows), self.experts, self.adv).to(self.device)
+            micro = self.batch.pad(list(rows)).to(self.device)
             logp = self.logp(micro)
             mu, mask = micro.logp_rollout[:, PROMPT:], micro.mask[:, PROMPT:]
             policies = (logp, logp.detach(), mu)
@@ -363,7 +361,7 @@ def parts(ours: Ours, step: float, repeats: int) -> dict[str, float]:
     """Seconds of the parts of a `step`, each by itself at its shapes, forward and backward, all layers; and of AdamW."""
     c, dtype, device = ours.config, DTYPES[ours.c.precision], ours.acc.device
     model = moe.load_pretrained(ours.c.model, device, dtype)
-    lengths = [int(n) for micro in ours.batch.micro for n in micro.lengths]
+    lengths = [int(n) for micro in ours.batch.micro_batches for n in micro.lengths]
     S, L, layer = sum(lengths), c.num_hidden_layers, model.layers[0]
     packed = moe.Packed.of(lengths, device)
     x = torch.randn(S, c.hidden_size, device=device).to(dtype).requires_grad_()
@@ -374,7 +372,9 @@ def parts(ours: Ours, step: float, repeats: int) -> dict[str, float]:
     ends = used.flatten().bincount(minlength=c.num_experts).cumsum(0).to(torch.int32)
     rows = torch.randn(used.numel(), c.hidden_size, device=device).to(dtype).requires_grad_()
     half = torch.randn(used.numel(), c.moe_intermediate_size, device=device).to(dtype)
-    targets = torch.zeros(sum(int(m.mask.sum()) for m in ours.batch.micro), device=device).long()
+    targets = torch.zeros(
+        sum(int(m.mask.sum()) for m in ours.batch.micro_batches), device=device
+    ).long()
     experts, seed = layer.mlp.experts, {}
 
     def both(name, f):
@@ -415,9 +415,7 @@ def agreement(ours: Ours, theirs: Theirs) -> dict[str, float]:
     mine, reference = ours.gradients(), theirs.gradients()
     square = sum(float((mine[k].float() - g.float()).norm()) ** 2 for k, g in reference.items())
     size = sum(float(g.float().norm()) ** 2 for g in reference.values())
-    micro = theirs.batch.pack(range(len(theirs.batch)), theirs.experts, theirs.adv).to(
-        theirs.device
-    )
+    micro = theirs.batch.pad(range(len(theirs.batch))).to(theirs.device)
     with torch.no_grad():
         gap = (ours.logp(micro)[:, PROMPT:] - theirs.logp(micro)) * micro.mask[:, PROMPT:]
     found = {"gradient_gap": (square / size) ** 0.5, "logp_gap": float(gap.abs().max())}
@@ -483,10 +481,11 @@ def engine_rows(acc, sizes: Sizes, folder: Path, rows: set[int]) -> list[Line]:
     for name in sizes.models if 5 in rows else sizes.models[:1]:
         path = make_folder(name, folder / name)
         P, G, new = sizes.sampling
+        shapes = moe.stored_shapes(moe.MoEConfig.from_pretrained(path))
         room = {"max_model_len": 2 * PROMPT + new, "max_num_seqs": P * G, "kv_cache_gb": 0.5}
-        plain = rollout.Engine(path, routes=False, **room)
+        plain = rollout.Engine(path, shapes, routes=False, **room)
         if 4 in rows and name == sizes.models[0]:
-            routed = rollout.Engine(path, routes=True, **room)
+            routed = rollout.Engine(path, shapes, routes=True, **room)
             lines += sampling(plain, routed, sizes)
             routed.close()
         if 5 in rows:
@@ -499,7 +498,7 @@ def sampling(plain, routed, sizes: Sizes) -> list[Line]:
     from vllm import SamplingParams
 
     P, G, new = sizes.sampling
-    prompts = [list(e["prompt"].encode()) for e in rollout.addition(P, 0)]
+    prompts = [list(e["prompt"].encode()) for e in addition(P, 0)]
     requests = [{"prompt_token_ids": p} for p in prompts]
     wanted = {"n": G, "temperature": 1.0, "max_tokens": new, "ignore_eos": False}
 
@@ -563,7 +562,8 @@ import json, sys, time
 folder, root, out, P, G, new, steps, bf16 = *sys.argv[1:4], *map(int, sys.argv[4:])
 sys.path.insert(0, root)
 from datasets import Dataset
-from rollout import addition, addition_reward
+from launch.lib.data import addition
+from launch.lib.reward import addition_reward
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -709,7 +709,7 @@ def over_experts(acc, sizes: Sizes, folder: Path) -> list[Line]:
 def over_head(sizes: Sizes, device) -> Line:
     """Log-probs forward and backward: V*T at least one block of logits, and growing."""
     c = moe.MoEConfig.from_dict(MODELS["tiny"] | {"vocab_size": 32768})
-    model, memory = moe.MoETransformer(c).init_weights(0).to(device), []
+    model, memory = cold_start.init_weights(moe.MoETransformer(c), 0).to(device), []
     for T in sizes.head:
         x = torch.randn(T, c.hidden_size, device=device, requires_grad=True)
         targets = torch.zeros(T, device=device).long()

@@ -39,9 +39,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.formats import json_lines
+from launch.lib.data import addition, json_lines
 from moe import MoEConfig, MoETransformer, save_pretrained
-from rollout import addition
 
 PAD, EOS, UNK = 0, 1, 2  # control codes, which no text holds
 ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
@@ -146,11 +145,20 @@ def encode(pairs: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     return tokens, (torch.arange(tokens.shape[1]) >= starts[:, None]) & (tokens != PAD)
 
 
+@torch.no_grad()
+def init_weights(model: MoETransformer, seed: int, std: float = 0.02) -> MoETransformer:
+    """Normal(0, std) for every matrix, ones for the norms. The same seed gives the same weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        p.fill_(1.0) if "norm" in name else p.normal_(0.0, std, generator=generator)
+    return model
+
+
 def train(data: Tensor, mask: Tensor, seed: int) -> tuple[MoETransformer, float]:
     """One pass over data (n, T) -> model and the mean loss of the last tenth, nats per token of the mask (n, T)."""
     torch.set_num_threads(2)  # sums depend on how they are split: the same on every machine
     torch.use_deterministic_algorithms(True)
-    model = MoETransformer(MoEConfig.from_dict(CONFIG)).init_weights(seed, INIT_STD)
+    model = init_weights(MoETransformer(MoEConfig.from_dict(CONFIG)), seed, INIT_STD)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses, batches = [], list(zip(data.split(BATCH), mask.split(BATCH), strict=True))
     for step, (tokens, learn) in enumerate(

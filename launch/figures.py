@@ -111,7 +111,7 @@ def run(figure: str, recipe: str, seed: int, updates: int) -> dict:
     name = "".join(z if z.isalnum() else "-" for z in f"{figure} {recipe} {seed} {updates}")
     out, begin = RUNS / name, time.time()
     command = command_of(figure, recipe, seed, updates)
-    keep = f"--resume auto --save-every {updates // FIGURES[figure].n // 4} --keep 1 --out {out}"
+    keep = f"--resume auto --save-every {updates // FIGURES[figure].n // 4} --out {out}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log").open("a") as log:
@@ -234,7 +234,7 @@ HEAD = "| figure | recipe | reward: first | best | last [range over seeds] | KL 
 
 
 def rows(results: dict) -> list[str]:
-    """The table, in Markdown, as README has it."""
+    """The table, in Markdown, as launch/results/README.md has it."""
     lines = []
     for recipe, z in summary(results).items():
         end = f"{z['end']:.2f} [{z['least']:.2f}, {z['largest']:.2f}]"
@@ -266,7 +266,7 @@ OMENS = "| figure | runs that halve later | that never do | told apart by KL | b
 
 
 def omens(results: dict) -> str:
-    """What foretells that a run of this figure halves: a row of Markdown, as README has it."""
+    """What foretells that a run of this figure halves: a row of Markdown, as launch/results/README.md has it."""
     z = foretold(results["runs"])
     return f"| {results['figure']} | {z['later']} | {z['never']} | {z['kl']:.2f} | {z['gap']:.2f} |"
 

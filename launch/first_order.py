@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.cold_start import init_weights
 from loss import sequence_weight, token_weights
 from moe import MoEConfig, MoETransformer
 
@@ -98,7 +99,8 @@ class TinyMoE(nn.Module):
     def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
         super().__init__()
         self.tokens, self.mask = tokens, mask
-        self.model = MoETransformer(MoEConfig.from_dict(TINY)).double().init_weights(seed, std=0.3)
+        self.model = MoETransformer(MoEConfig.from_dict(TINY)).double()
+        init_weights(self.model, seed, std=0.3)
 
     def forward(self, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """-> logp (B, T), experts used (B, T, L, K)."""

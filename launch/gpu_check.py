@@ -28,7 +28,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -107,7 +106,7 @@ def kernels(size: Size) -> None:
     gemm = 2 * size.gemm**3 / seconds(lambda: a @ a)
     for shape in size.shapes:
         config = replace(one_layer(shape), num_hidden_layers=1)
-        exact = moe.MoETransformer(config).init_weights(0, 0.05).bfloat16().double()
+        exact = cold_start.init_weights(moe.MoETransformer(config), 0, 0.05).bfloat16().double()
         ours = moe.MoETransformer(config).to(DEVICE, torch.bfloat16)
         ours.load_state_dict(exact.state_dict())
         lengths = torch.tensor(size.checked)
@@ -155,7 +154,7 @@ def kernels(size: Size) -> None:
 def start_model(folder: Path, std: float = 0.08) -> Path:
     """The toy's shape with random weights, the same numbers on every machine, and its tokenizer."""
     config = moe.MoEConfig.from_dict(cold_start.CONFIG)
-    moe.save_pretrained(moe.MoETransformer(config).init_weights(7, std), folder)
+    moe.save_pretrained(cold_start.init_weights(moe.MoETransformer(config), 7, std), folder)
     cold_start.write_tokenizer(folder)
     return folder
 
@@ -177,16 +176,16 @@ def parity_of_length(prompt, response, answer, example) -> float:
 def update(out: Path, precision: str, offload: bool) -> None:
     """One gradient update by train.py's own functions: gradient before AdamW and weights after, to a file."""
     import train
-    from launch import handover
 
     c = train.Config(model=str(start_model(out.with_suffix(".model"))), out=str(out), lr=1e-3)
     c = replace(c, precision=precision, offload_optimizer=offload, replay="R3", max_grad_norm=1e9)
     acc, config = train.start(c), moe.MoEConfig.from_pretrained(c.model)
     model, optimizer = train.make_model(c, config, acc)
-    batch = handover.Recorded(RECORDED).generate(range(8), 8, seed=(0, 0), first_prompt=0)
-    batch, experts, dropped = train.usable(batch, config, c, acc)
+    recorded = train.rollouts.Recorded(RECORDED, train.rollout.Rollout)
+    batch = recorded.generate(range(8), 8, seed=(0, 0), first_prompt=0)
+    batch, dropped = train.sound_responses(batch, config, c, train.Layout.of(c, acc))
     assert dropped == 0, dropped
-    (minibatch,) = train.split(batch, experts, train.advantages(batch, c), c, acc)
+    (minibatch,) = train.split(train.advantages(batch, c, acc), c)
     found, step = {}, optimizer.step
 
     def keep():
@@ -244,18 +243,16 @@ def parity(size: Size, folder: Path, dtype: str, runner: str) -> None:
     import replay
     import rollout
     import train
-    from launch import data
+    from launch.lib import data
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     vllm = {"async_scheduling": False} if runner == "v1" else {}
     prompts = [e["tokens"] for e in data.load_prompts("addition", str(folder), 64, 0, size.prompts)]
-    engine = rollout.Engine(
-        folder, dtype=dtype, max_model_len=128, gpu_memory=0.3, load=False, **vllm
-    )
-    model, acc = (
-        moe.load_pretrained(folder, DEVICE, torch.bfloat16),
-        SimpleNamespace(process_index=0),
-    )
+    model = moe.load_pretrained(folder, DEVICE, torch.bfloat16)
+    shapes = moe.stored_shapes(model.config)
+    settings = {"dtype": dtype, "max_model_len": 128, "gpu_memory": 0.3, "load": False}
+    engine = rollout.Engine(folder, shapes, **settings, **vllm)
+    layout = train.Layout(engines=1, engine=0, member=0, tp=1)
     c, first, at_first = train.Config(), None, 0.0
     for cycle in range(3):
         begin = time.perf_counter()
@@ -270,14 +267,15 @@ def parity(size: Size, folder: Path, dtype: str, runner: str) -> None:
         same = np.mean(
             [np.array_equal(a, b) for a, b in zip(first.tokens, batch.tokens, strict=True)]
         )
-        sound, experts, dropped = train.usable(batch, model.config, c, acc)
-        micro = sound.pack(list(experts), experts, torch.zeros(len(sound))).to(DEVICE)
+        sound, dropped = train.sound_responses(batch, model.config, c, layout)
+        sound = replace(sound, adv=np.zeros(len(sound), np.float32))
+        micro = sound.pad(range(len(sound))).to(DEVICE)
         with torch.no_grad():
-            logp, _, live = train.logprobs(model, micro, None, c)
-            again, _, _ = train.logprobs(model, micro, micro.experts_rollout, c)
+            live, _, experts = train.logprobs(model, micro, None, c)
+            replayed, _, _ = train.logprobs(model, micro, micro.experts_mu, c)
         inputs = torch.nn.functional.pad(micro.mask[:, 1:], (0, 1))
-        agree = replay.routing_agreement(micro.experts_rollout, live, inputs)[0].mean()
-        gaps = [(x - micro.logp_rollout)[micro.mask].abs() for x in (logp, again)]
+        agree = replay.routing_agreement(micro.experts_mu, experts, inputs)[0].mean()
+        gaps = [(logp - micro.logp_rollout)[micro.mask].abs() for logp in (live, replayed)]
         mean = gaps[0].mean().item()
         at_first = mean if not cycle else at_first
         row = {"mean": mean, "max": gaps[0].max().item(), "mean_R3": gaps[1].mean().item()}

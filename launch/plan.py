@@ -26,7 +26,8 @@ import torch
 
 import moe
 import train
-from launch import flags, models
+from launch.lib import flags
+from launch.lib.data import model_folder
 
 PUBLISHED = {  # config.json of Qwen/Qwen3-30B-A3B, as far as moe.py reads it
     "architectures": [moe.ARCHITECTURE], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -428,6 +429,21 @@ def sync_time(job: Job) -> list[Row]:
 # --- the verdict
 
 
+def padded_experts(c: train.Config, config: moe.MoEConfig) -> str:
+    """Why vLLM cannot sync these experts in fp8, or "".
+
+    vLLM pads an expert's shard to whole blocks of 128. A padded layer keeps what it was sent, in
+    bf16, until the last layer has come. Below 2 GB that does not matter. Read against vLLM 0.30.0.
+    """
+    width = config.moe_intermediate_size
+    layers = config.num_hidden_layers - len(config.dense_layers)
+    kept = 2 * 3 * width * config.hidden_size * config.num_experts * layers  # bytes
+    if c.engine_dtype != "fp8" or width % (128 * c.rollout_tp) == 0 or kept < 2e9:
+        return ""
+    why = f"--rollout-tp {c.rollout_tp} with fp8: {width} / {c.rollout_tp} is no multiple of 128"
+    return f"{why}, and {kept / 1e9:.0f} GB would wait on each GPU in a sync"
+
+
 def problems(job: Job) -> list[str]:
     """What does not fit, in words; empty if all does."""
     found, have = [], job.gpu.memory
@@ -436,7 +452,7 @@ def problems(job: Job) -> list[str]:
             found.append(f"{name} needs {need / 1e9:.1f} of {have / 1e9:.1f} GB a GPU")
     if (cache := sequences(job)["cache"]) < job.longest:
         found.append(f"KV cache: {cache:,} tokens, the longest sequence has {job.longest:,}")
-    if why := models.padded(job.run, job.config):
+    if why := padded_experts(job.run, job.config):
         found.append(why)
     if (limit := job.config.max_position_embeddings) < job.longest:
         found.append(f"prompt + response: {job.longest:,}, max_position_embeddings is {limit:,}")
@@ -523,7 +539,7 @@ def parse(argv: list[str] | None = None) -> Job:
     if known:
         config = moe.MoEConfig.from_dict(known)
     else:
-        config = moe.MoEConfig.from_pretrained(models.folder(run.model, ["config.json"]))
+        config = moe.MoEConfig.from_pretrained(model_folder(run.model, ["config.json"]))
     if own.layers:
         config = replace(config, num_hidden_layers=own.layers)
     network, mean = own.network_gb * 1e9, own.mean_new_tokens

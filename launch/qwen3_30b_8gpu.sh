@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B with the paper's settings on one node: on-policy MiniRL, 64 x 16 responses an update, fp8 rollout.
-# Hardware: 8 x H200 (141 GB), NVLink, driver R580 or newer; a C compiler, Python 3.11 with its headers; 250 GB of host memory; 0.5 TB of disk a checkpoint (--keep 2).
+# Hardware: 8 x H200 (141 GB), NVLink, driver R580 or newer; a C compiler, Python 3.11 with its headers; 250 GB of host memory; 0.5 TB of disk a checkpoint, of which two stay.
 # Memory: 131 GB a GPU in training, 135 while it samples, by launch/plan.py, which runs first and stops what cannot fit.
 # Time: 0.5 hours a step at 12,000 tokens a response, 1.7 at 32,768, by the same plan (4 to 14 GPU hours; the paper
 # reports 5 to 6); so 20 to 70 days for 1,000 steps.

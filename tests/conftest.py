@@ -50,17 +50,20 @@ ONE, TWO = [sys.executable], [sys.executable, *TORCHRUN]  # process, ranks
 
 TIMED = {"seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gb"}
 
-MANY = """
-import json, sys
-import train
-jobs = json.loads(sys.argv[1])
-acc = train.start(train.Config.from_flags(jobs[0]))
-for flags in jobs:
-    c = train.Config.from_flags(flags)
-    train.train(c, acc, *train.prepare(c))
-train.dist.barrier()
-train.os._exit(0)
-"""
+WORKERS = ROOT / "tests" / "workers"  # programs that tests start
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also the tests that are marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: only with --all")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and not item.config.getoption("--all"):
+        pytest.skip("slow: only with --all")
 
 
 def needs_cpus() -> None:
@@ -83,13 +86,18 @@ def launch(command: list[str], ok: bool = True) -> subprocess.CompletedProcess:
     return done
 
 
-def launch_many(jobs: list[list[str]]) -> None:
-    """The runs with these flags, one after the other in one process, which is spared the start of the others."""
-    launch([*ONE, "-c", MANY, json.dumps(jobs)])
+def launch_many(jobs: list[list[str]], python: list[str] = ONE) -> None:
+    """The runs with these flags, one after the other in one process (or two ranks), which starts once for all."""
+    launch([*python, str(WORKERS / "many.py"), json.dumps(jobs)])
 
 
 def rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (out / name).open(encoding="utf-8")]
+
+
+def exported(out: Path) -> dict[str, bytes]:
+    """The bytes of a run's exported weights."""
+    return {p.name: p.read_bytes() for p in (out / "hf").glob("*.safetensors")}
 
 
 def untimed(row: dict) -> dict:

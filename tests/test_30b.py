@@ -19,11 +19,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import TORCHRUN, WORKERS
 
 import moe
 import train
-from launch import cold_start, models, plan
-from launch import flags as flags_
+from launch import cold_start, plan
+from launch.lib import flags as flags_
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMETERS = 30_532_122_624
@@ -31,10 +32,11 @@ PUBLISHED = moe.MoEConfig.from_dict(plan.PUBLISHED)
 GB = 1e9
 
 
-def start_worker(code: str, *arguments, **environment) -> subprocess.Popen:
+def start_worker(name: str, *arguments, **environment) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, *TORCHRUN] if name == "stream.py" else [sys.executable]
+    command += [str(WORKERS / name), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
 
@@ -105,86 +107,15 @@ def test_plan_counts_parameters_as_the_model_does():
 # --- a training step of it
 
 
-STEP = """
-import json, os, sys
-from contextlib import ExitStack
-ranks = int(sys.argv[1])
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "8"}
-os.environ["MASTER_ADDR"] = "localhost"  # Accelerate wants one for several nodes
-
-import torch
-from torch._subclasses import FakeTensorMode, fake_impls
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-
-import loss, moe, rollout, train
-from launch import plan
-
-# A shape that depends on data: the mask of response tokens is all true in this step.
-aten, fake = torch.ops.aten, fake_impls.op_implementations_dict
-fake[aten.nonzero.default] = lambda mode, f, mask: mask.new_empty(
-    mask.numel(), mask.ndim, dtype=torch.long
-)
-fakes = ExitStack()
-
-
-class Tracker(FSDPMemTracker):
-    def _update_peak_stats(self, state):  # the rank's peak; each module's own is a third of the time
-        for device, now in self._curr_mem_snap.items():
-            if self._peak_mem.get(device, 0) < now["Total"]:
-                self._peak_mem[device], self._peak_mem_snap[device] = now["Total"], dict(now)
-
-
-class Model(moe.MoETransformer):
-    def to_empty(self, device):  # FSDP2 has made its mesh, which reads numbers; from here on all is fake
-        fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        return super().to_empty(device="cpu")  # a fake "cpu:0", unlike a real one, is not "cpu"
-
-
-moe.MoETransformer, moe.load_weights = Model, lambda model, folder: None
-c = train.Config()
-acc = train.start(c)
-model, optimizer = train.make_model(c, moe.MoEConfig.from_dict(plan.PUBLISHED), acc)
-assert all(isinstance(p, DTensor) for p in model.parameters())
-
-
-def finish():
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-for p in model.parameters():
-    p.grad = torch.zeros_like(p)
-finish()  # makes the moments; and DTensor works out each operation once, on whole tensors, which the tracker would count
-peaks = []
-for again, tokens in json.loads(sys.argv[2]):
-    model.checkpointing = again
-    ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.bool)
-    micro = rollout.MicroBatch(ids, None, mask, torch.zeros(1, tokens), torch.ones(1), None)
-    tracker = Tracker(model, optimizer)
-    with tracker:
-        logp, _, _ = train.logprobs(model, micro, None, c)
-        policies = (logp, logp.detach(), micro.logp_rollout)
-        value, _ = loss.minirl_loss(*policies, micro.adv, micro.mask, denom=1)
-        (value * acc.num_processes).backward()
-        finish()
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    peaks.append({getattr(k, "value", k): v for k, v in peak.items()})
-print(json.dumps(peaks), flush=True)
-os._exit(0)
-"""
-RANKS = (8, 16, 64)
+RANKS = (8, pytest.param(16, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow))
 SETTINGS = ((False, 2048), (True, 32768))  # checkpointing, tokens of the one sequence
 
 
 @pytest.fixture(scope="module")
-def steps():
-    """Peak memory by kind of both settings, by number of ranks; three processes at once, since a fake group cannot end."""
-    workers = {ranks: start_worker(STEP, ranks, json.dumps(SETTINGS)) for ranks in RANKS}
+def steps(request):
+    """Peak memory by kind of both settings, by number of ranks; a process each, since a fake group cannot end."""
+    every = (8, 16, 64) if request.config.getoption("--all") else (8,)
+    workers = {ranks: start_worker("step_30b.py", ranks, json.dumps(SETTINGS)) for ranks in every}
     return {ranks: dict(zip(SETTINGS, result(w), strict=True)) for ranks, w in workers.items()}
 
 
@@ -229,105 +160,27 @@ def test_a_step_of_the_30b_model_peaks_where_plan_says(steps, ranks, setting):
 # --- memory that was measured
 
 
-HEAD = """
-import json, resource
-import torch
-import moe
-
-V, D = 151936, 8
-sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-sizes |= {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "vocab_size": V}
-from launch.plan import PUBLISHED
-
-model = moe.MoETransformer(moe.MoEConfig.from_dict(PUBLISHED | sizes)).init_weights(0)
-peaks = []
-for tokens in (1024, 8192):
-    hidden = torch.randn(tokens, D, requires_grad=True)
-    logp, entropy = model.logprobs(hidden, torch.randint(V, (tokens,)))
-    logp.sum().backward()
-    assert hidden.grad.abs().sum() > 0 and entropy.mean() > 11
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-print(json.dumps(peaks))
-"""
-
-
 def test_logits_never_exist_whole():
-    """Log-probs, entropy and backward at V = 151,936: from 1,024 to 8,192 tokens, resident memory peaks less than 20% of
-    what 7,168 more rows of fp32 logits take. Catches a chunk that autograd keeps. About 20 s, 1.7 GB.
+    """Log-probs, entropy and backward at V = 151,936: from 1,024 to 4,096 tokens, resident memory peaks less than 20% of
+    what 3,072 more rows of fp32 logits take. Catches a chunk that autograd keeps. About 10 s, 1.7 GB.
     """
     huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # half of the time is page faults
-    few, many = result(start_worker(HEAD, **huge_pages))
-    logits = (8192 - 1024) * 151936 * 4
-    print(f"\npeak {few / GB:.2f} GB at 1,024 tokens, {many / GB:.2f} at 8,192; ", end="")
+    few, many = result(start_worker("head.py", **huge_pages))
+    logits = (4096 - 1024) * 151936 * 4
+    print(f"\npeak {few / GB:.2f} GB at 1,024 tokens, {many / GB:.2f} at 4,096; ", end="")
     print(f"growth {(many - few) / logits:.1%} of {logits / GB:.2f} GB of logits")
     assert many - few < 0.2 * logits
 
 
-STREAM = """
-import json, os, sys
-from pathlib import Path
-import torch
-import moe, train
-from launch.cold_start import CONFIG
-
-sizes = {"num_hidden_layers": 16, "hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 512}
-config = moe.MoEConfig.from_dict(CONFIG | sizes)
-
-
-def fill(model, folder):
-    for p in model.parameters():
-        p.data.to_local().fill_(0.5)  # memory counts once it is written to
-
-
-def memory(name):
-    return int(next(x for x in open("/proc/self/status") if x.startswith(name)).split()[1]) * 1024
-
-
-moe.load_weights = fill
-c = train.Config()
-acc = train.start(c)
-model, optimizer = train.make_model(c, config, acc)
-layer = sum(p.numel() for p in model.layers[0].parameters()) * 4
-whole, sent, held, last, peaks = moe.stored_shapes(config), 0, [], None, []
-for _ in moe.hf_weights(model):  # what comes once, such as the buffers of the process group
-    pass
-for dtype in (None, torch.bfloat16):
-    acc.wait_for_everyone()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before = memory("VmRSS")
-    for name, tensor in moe.hf_weights(model, dtype):
-        assert tuple(tensor.shape) == whole[name] and tensor.flatten()[-1] == 0.5
-        if (place := name.split(".")[:3]) != last:  # as vLLM: copies wait until their layer is complete
-            held, last = [], place
-        held.append(tensor.to(torch.bfloat16, copy=True))
-        sent += tensor.numel()
-    held = []
-    peaks.append(memory("VmHWM") - before)
-    del tensor
-total = sum(p.numel() for p in model.parameters())
-assert sent == 2 * total, (sent, total)
-if acc.is_main_process:
-    print("RESULT", json.dumps([total * 4, layer, *peaks]), flush=True)
-acc.wait_for_everyone()
-acc.end_training()
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-def test_weights_stream_within_two_layers(tmp_path):
+def test_weights_stream_within_two_layers():
     """hf_weights of a model of 16 layers on two ranks, as stored and cast, with a consumer that keeps bf16 copies of a
     layer until it is complete, as vLLM does: the peak rises by less than two layers (fp32). Catches a generator that
     gathers ahead, keeps what it gave, or gathers the whole state dict. About 10 s, 0.8 GB a rank.
     """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the kernel does not let a process reset its peak memory")
-    script = tmp_path / "stream.py"
-    script.write_text(STREAM)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code = f"import os, sys; os.execv(sys.executable, [sys.executable, *{[*launch, str(script)]}])"
     at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed goes back
-    out, error = (worker := start_worker(code, **at_once)).communicate(timeout=120)
+    out, error = (worker := start_worker("stream.py", **at_once)).communicate(timeout=120)
     assert worker.returncode == 0, error[-3000:]
     total, layer, *peaks = json.loads(re.search("RESULT (.*)", out)[1])
     assert total > 10 * layer
@@ -530,20 +383,15 @@ def test_plan_says_what_does_not_fit(capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_fp8_shards_that_vllm_would_pad(tiny, monkeypatch):
-    """768 experts' rows over 4 ranks are 192, no whole blocks of 128: refused on CUDA before an engine starts, where a
-    sync would keep 58 GB. Over 1 or 2 ranks, in bf16, or of a toy they pass. Catches a run that dies in its first sync.
+def test_fp8_shards_that_vllm_would_pad(tiny):
+    """768 experts' rows over 4 ranks are 192, no whole blocks of 128: a sync would keep 58 GB. Over 1 or 2 ranks, in
+    bf16, or of a toy they pass. Catches a plan for a run that dies in its first sync.
     """
     fp8 = train.Config(rollout_dtype="fp8")
-    why = {tp: models.padded(replace(fp8, rollout_tp=tp), PUBLISHED) for tp in (1, 2, 4)}
-    assert why[1] == why[2] == models.padded(train.Config(rollout_tp=4), PUBLISHED) == ""
+    why = {tp: plan.padded_experts(replace(fp8, rollout_tp=tp), PUBLISHED) for tp in (1, 2, 4)}
+    assert why[1] == why[2] == plan.padded_experts(train.Config(rollout_tp=4), PUBLISHED) == ""
     assert why[4].startswith("--rollout-tp 4 with fp8: 768 / 4 is no multiple of 128, and 58 GB")
-    assert models.padded(fp8, moe.MoEConfig.from_pretrained(tiny())) == ""
-    monkeypatch.setattr(models, "padded", lambda c, config: "says why")
-    for cuda in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        with pytest.raises(ValueError, match="says why") if cuda else nullcontext():
-            models.open_model(replace(fp8, model=str(tiny())))
+    assert plan.padded_experts(fp8, moe.MoEConfig.from_pretrained(tiny())) == ""
 
 
 def test_plan_of_what_others_measured():

@@ -81,11 +81,16 @@ def test_fitted_exponents():
 
 
 def test_readme_quotes_the_recorded_run():
-    """Every figure of README's section on speed is that of launch/results/bench.json, which an idle machine made."""
+    """Every figure of the section on speed in launch/results/README.md is that of launch/results/bench.json, which an idle machine made."""
     record = json.loads((ROOT / "launch" / "results" / "bench.json").read_text())
     assert max(record["others"].values()) < 0.1
     lines = {(z["row"], z["case"]): z for z in record["lines"]}
-    section = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "launch" / "results" / "README.md")
+        .read_text()
+        .partition("## Speed")[2]
+        .partition("\n## ")[0]
+    )
     for model in ("toy", "mid"):
         for dtype in ("fp32", "bf16"):
             equal, spread = (lines[1, f"{model} {dtype} {kind}"] for kind in ("equal", "spread"))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import AIME, CHATS, GSM8K, jsonl
 
-import rollout
 import train
-from launch import cold_start, data, grade, rewards
+from launch import cold_start
+from launch.lib import data, grade, reward
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +35,7 @@ def test_a_file_from_another_system_reads_as_usual(tmp_path):
         b'\xef\xbb\xbf{"prompt": "1+2=", "answer": 3, "level": 1}\r\n\r\n  \n'
         b'{"prompt": "half\xe2\x80\xa8of 1", "answer": 0.5}\r\n{"prompt": 7, "answer": "\\\\pi"}',
     )
-    assert rollout.load_data(path) == [
+    assert data.load_data(path) == [
         {"prompt": "1+2=", "answer": "3", "level": 1},
         {"prompt": "half\u2028of 1", "answer": "0.5"},
         {"prompt": "7", "answer": r"\pi"},
@@ -62,14 +62,14 @@ SOUND = b'{"prompt": "a", "answer": "b"}\n'
 def test_a_broken_file_is_an_error_with_file_and_line(tmp_path, content, says):
     """The first broken line, by its number in the file. Catches lines skipped in silence, a count that leaves out blank lines, and the answer "None"."""
     with pytest.raises(ValueError, match=says):
-        rollout.load_data(write(tmp_path, content))
+        data.load_data(write(tmp_path, content))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     """A path that is missing or a folder is a ValueError that names it, as every mistake of a user."""
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(ValueError, match=f"{path}: cannot be read"):
-            rollout.load_data(path)
+            data.load_data(path)
 
 
 def test_prompts_that_do_not_fit_are_dropped_and_counted(tiny, tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_field_names_of_the_common_sets(tmp_path):
     for the answer.
     """
     gsm8k, aime, chats = (
-        rollout.load_data(jsonl(tmp_path / f"{i}.jsonl", e))
+        data.load_data(jsonl(tmp_path / f"{i}.jsonl", e))
         for i, e in enumerate((GSM8K, AIME, CHATS))
     )
     assert [e["prompt"] for e in gsm8k] == [e["question"] for e in GSM8K]
@@ -112,8 +112,8 @@ def test_field_names_of_the_common_sets(tmp_path):
     assert [len(e["messages"]) for e in chats] == [2, 1, 1]
     right = [r"\boxed{72}", "It is 10.", r"\boxed{\sqrt{12}}", r"\boxed{1.5}", "204", "4", "2", "6"]
     for response, example in zip(right, gsm8k + aime + chats, strict=True):
-        assert rollout.reward(response, example["answer"]) == 1, (response, example)
-        assert rollout.reward(r"\boxed{24}", example["answer"]) == 0, example
+        assert reward.math_reward(response, example["answer"]) == 1, (response, example)
+        assert reward.math_reward(r"\boxed{24}", example["answer"]) == 0, example
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_field_names_of_the_common_sets(tmp_path):
 def test_rows_that_lack_something_are_named(tmp_path, row, says):
     """File, line and what is missing. Catches the answer "None", and a chat without a question."""
     with pytest.raises(ValueError, match=f"data.jsonl:2: .*{says}"):
-        rollout.load_data(jsonl(tmp_path / "data.jsonl", [AIME[0], row]))
+        data.load_data(jsonl(tmp_path / "data.jsonl", [AIME[0], row]))
 
 
 def test_templates(chatty, tiny, tmp_path):
@@ -169,18 +169,12 @@ def test_several_files_and_their_names(tiny, tmp_path):
     assert [e["data"] for e in examples] == [a] * 2 + [b] * 3 + ["addition"] * 4096
     assert [e["data"] for e in held_out] == [b] * 3
     sums = examples[-1]
-    assert rewards.auto("", "#" + sums["answer"], sums["answer"], sums) == 1
-    assert rewards.auto("", sums["answer"], sums["answer"], sums) == 0  # no mark
-    assert rewards.auto("", "so 72", examples[0]["answer"], examples[0]) == 1
-    for wrong, says in (
-        (f"{a},", "empty name"),
-        ("hf:some/set:test", "needs the datasets library"),
-    ):
-        if says == "needs the datasets library" and data.importlib.util.find_spec("datasets"):
-            continue
-        c.data = wrong
-        with pytest.raises(ValueError, match=says):
-            data.prepare(c, 256)
+    assert reward.auto("", "#" + sums["answer"], sums["answer"], sums) == 1
+    assert reward.auto("", sums["answer"], sums["answer"], sums) == 0  # no mark
+    assert reward.auto("", "so 72", examples[0]["answer"], examples[0]) == 1
+    c.data = f"{a},"
+    with pytest.raises(ValueError, match="empty name"):
+        data.prepare(c, 256)
 
 
 # --- the built-in task
@@ -191,10 +185,10 @@ def test_addition_is_a_function_of_its_seed(tiny):
 
     Catches a task drawn from the process's own generator, which differs between ranks and after a resume.
     """
-    problems = rollout.addition(500, seed=3)
-    assert problems == rollout.addition(500, seed=3) != rollout.addition(500, seed=4)
-    assert problems[:100] == rollout.addition(100, seed=3)
-    for problem in problems + rollout.addition(50, seed=0, digits=2):
+    problems = data.addition(500, seed=3)
+    assert problems == data.addition(500, seed=3) != data.addition(500, seed=4)
+    assert problems[:100] == data.addition(100, seed=3)
+    for problem in problems + data.addition(50, seed=0, digits=2):
         a, b = problem["prompt"].removesuffix("=").split("+")
         assert len(a) == len(b) == len(problem["answer"]) - 1, problem
         assert int(a) + int(b) == int(problem["answer"]), problem
@@ -222,16 +216,14 @@ def test_the_worked_response_earns_the_reward():
     """The worked response of every style answers what addition asks, on 200 problems; with errors in most it does not.
     Catches rules that disagree about the format.
     """
-    for problem, style in itertools.product(
-        rollout.addition(200, seed=1), cold_start.STYLES.values()
-    ):
+    for problem, style in itertools.product(data.addition(200, seed=1), cold_start.STYLES.values()):
         response = style(problem["prompt"], 0.0, random.Random(0))
-        assert rollout.addition_reward(response, problem["answer"]) == 1.0, problem
+        assert reward.addition_reward(response, problem["answer"]) == 1.0, problem
         assert len(response) < 64
     for style in cold_start.STYLES.values():
-        rng, problems = random.Random(0), rollout.addition(200, seed=1)
+        rng, problems = random.Random(0), data.addition(200, seed=1)
         right = [
-            rollout.addition_reward(style(p["prompt"], 0.16, rng), p["answer"]) for p in problems
+            reward.addition_reward(style(p["prompt"], 0.16, rng), p["answer"]) for p in problems
         ]
         assert 0.35 < sum(right) / 200 < 0.65, style  # 0.84 ** 4 = 0.50
 
@@ -251,9 +243,9 @@ def test_other_styles_by_hand(style, want):
 def test_addition_reward_by_hand():
     """1 for what follows the last #, digit for digit. Catches a first # that counts, and 6912 passing for 06912."""
     for response in ("4+8+0=12 #06912", "#06912", "#06911 #06912", "# 06912\n"):
-        assert rollout.addition_reward(response, "06912") == 1.0, response
+        assert reward.addition_reward(response, "06912") == 1.0, response
     for response in ("", "06912", "#6912", "#006912", "#06912 #06911", "#06912#", "#06912 1"):
-        assert rollout.addition_reward(response, "06912") == 0.0, response
+        assert reward.addition_reward(response, "06912") == 0.0, response
 
 
 # --- grading of mathematics
@@ -284,7 +276,7 @@ def test_boxed_answers(given, answer, right):
 
     Catches an answer that is read without its box: 2\\sqrt{3} as 2, 3,4 as 3.4 or 34.
     """
-    assert rollout.reward(f"So it is \\boxed{{{given}}}.", answer) == right
+    assert reward.math_reward(f"So it is \\boxed{{{given}}}.", answer) == right
     # reward() takes equal texts for equal; the grader must agree
     assert grade.equal(str(answer).strip("$"), given) == bool(right)
 
@@ -310,7 +302,7 @@ def test_boxed_answers(given, answer, right):
 def test_final_answer_by_hand(response, final):
     """The last box, whole; without one the last number. Catches a truncated box that is graded by its beginning."""
     assert grade.final_answer(response) == final
-    assert rollout.reward(response, final or "3") == float(final is not None)
+    assert reward.math_reward(response, final or "3") == float(final is not None)
 
 
 # kind -> (response, answer, is it right). Decided by hand, not by what the grader says: 50\% is 50, of percent, and 0.5.
@@ -455,7 +447,7 @@ def test_grading_pairs(kind):
     Catches a sign of Unicode that is lost (-5 graded as 5), thousands read as lists, an open end taken for a closed one.
     """
     for response, answer, right in PAIRS[kind]:
-        assert rollout.reward(response, answer) == right, (response, answer)
+        assert reward.math_reward(response, answer) == right, (response, answer)
 
 
 def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
@@ -464,12 +456,12 @@ def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
     Catches a time limit by alarm, which works in the main thread only and not inside one long multiplication; a grader
     that stays dead after it was killed; and a verdict that goes to the other thread.
     """
-    assert rollout.reward(r"\boxed{6/2}", "3") == 1.0  # the one grader is running
+    assert reward.math_reward(r"\boxed{6/2}", "3") == 1.0  # the one grader is running
     results = {}
 
     def score(name, given):
         results[name] = [
-            rollout.reward(rf"\boxed{{{given}}}", "3") for given in (given, "3.0", "4")
+            reward.math_reward(rf"\boxed{{{given}}}", "3") for given in (given, "3.0", "4")
         ]
 
     threads = [
@@ -481,13 +473,17 @@ def test_an_answer_that_cannot_be_computed_scores_0_within_seconds():
     for thread in threads:
         thread.join(60)  # 3 s of CPU time, a new grader's start, a busy machine
     assert results == {"tower": [0.0, 1.0, 0.0], "sound": [1.0, 1.0, 0.0]}
-    assert rollout.reward(r"\boxed{" + "1+" * 150 + "1}", "151") == 0.0  # 301 characters
+    assert reward.math_reward(r"\boxed{" + "1+" * 150 + "1}", "151") == 0.0  # 301 characters
 
 
 def test_gsm8k_answers_count_after_their_marks():
     """The answer of a GSM8K line is what follows ####. Catches a whole solution taken for the answer, never equal."""
     gold = "48/2 = 24 clips in May, 48+24 = 72 in all.\n#### 72"
-    assert [rollout.reward(r, gold) for r in (r"\boxed{72}", "so 72", r"\boxed{24}")] == [1, 1, 0]
+    assert [reward.math_reward(r, gold) for r in (r"\boxed{72}", "so 72", r"\boxed{24}")] == [
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_cold_start_from_demonstrations_of_ones_own(tmp_path):

@@ -1,4 +1,4 @@
-"""launch/figures.py: what it asks of train.py exists, its table is arithmetic on the committed JSON, README quotes that."""
+"""launch/figures.py: what it asks of train.py exists, its table is arithmetic on the committed JSON, launch/results/README.md quotes that."""
 
 import json
 import shlex
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import figures, flags, guard
+from launch import figures
+from launch.lib import flags, log
 from train import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "launch" / "results" / "README.md").read_text()
 RECORDED = sorted((ROOT / "launch" / "results").glob("figure_*.json"))
 
 
@@ -83,6 +84,7 @@ def test_what_foretells_that_a_run_halves_by_hand():
     assert figures.omens({"figure": "9", "runs": runs}) == "| 9 | 1 | 1 | 0.00 | 1.00 |"
 
 
+@pytest.mark.slow  # 60 s
 def test_a_figure_in_small(tiny, lottery_file, tmp_path, monkeypatch):
     """Two recipes, one seed, 32 updates on the tiny model by real runs: a drawn figure and a row for each; a second start
     runs nothing again, and a run that was lost from the JSON alone is read, not repeated. Catches a driver that fails
@@ -111,7 +113,7 @@ def test_a_figure_in_small(tiny, lottery_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
 def test_readme_quotes_the_recorded_figures(path):
-    """Each recipe's row in README is what the committed JSON gives, and so is what foretold; every seed is there, and no
+    """Each recipe's row in launch/results/README.md is what the committed JSON gives, and so is what foretold; every seed is there, and no
     run was dropped, in the grids neither."""
     results = json.loads(path.read_text())
     figure = figures.FIGURES[results["figure"]]
@@ -130,9 +132,9 @@ def test_readme_quotes_the_recorded_figures(path):
 
 
 def test_guard_quotes_the_largest_recorded_kl():
-    """The maximum that guard.Watch's docstring names is the records', and below what it stops at. Catches a number that
+    """The maximum that log.Watch's docstring names is the records', and below what it stops at. Catches a number that
     outlived its runs, and a watch that would stop a run of the figures for its coarse weights."""
     runs = [r for p in RECORDED for r in json.loads(p.read_text())["runs"]]
     largest = max(max(figures.known(r["series"]["kl_rollout_train_k3"])) for r in runs)
-    assert f"the largest mean of 8 updates is {largest:.2f}." in guard.Watch.__doc__
-    assert largest < guard.Watch.FLOOR
+    assert f"the largest mean of 8 updates is {largest:.2f}." in log.Watch.__doc__
+    assert largest < log.Watch.FLOOR

@@ -24,6 +24,7 @@ import loss
 import moe
 import replay
 from launch import first_order as drawing
+from launch.cold_start import init_weights
 from launch.first_order import CASES, STEPS, Tabular, TinyMoE, all_responses, gradient, logprobs_at
 
 torch.set_num_threads(1)
@@ -124,8 +125,7 @@ def update(policy, logp_old, size: float = 0.01):
 def flips(routes_a, routes_b, mask) -> int:
     """Inputs of response tokens at which some layer's set of experts differs."""
     inputs = mask.roll(-1, 1)
-    hits = replay.agreement_counts(routes_a, routes_b, inputs)
-    return int(hits[0, -1])
+    return int(replay.agreement_counts(routes_a, routes_b, inputs)["flipped"])
 
 
 # --- Eq. 1 to Eq. 4: two objectives, equal to first order
@@ -232,7 +232,7 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
     is routing alone. R3 makes the first factor exactly 1; replay on one side only makes the second one wrong.
     Not luck: bitwise equality, after asserting that routes and log-probs differ without replay.
     Catches pi and pi_old under different rules.
-    Mutation: routes_for_pi_old gives None for R3 too (replay in one pass only).
+    Mutation: experts_for_pi_old gives None for R3 too (replay in one pass only).
     """
     policy, logp_fp8, e_mu = small_moe()
     mask = policy.mask
@@ -251,11 +251,11 @@ def test_eq_5_carries_the_experts_along_and_replay_repairs_its_factors():
             "R2",
             "R3",
         ):  # at theta = theta_old, against the engine that differs in its routes only
-            old, recorded = policy(replay.routes_for_pi_old(mode, e_mu))
-            new, _ = policy(replay.routes_for_pi(mode, e_mu, recorded))
+            old, recorded = policy(replay.experts_for_pi_old(mode, e_mu))
+            new, _ = policy(replay.experts_for_pi(mode, e_mu, recorded))
             assert torch.equal(old, logp_rollout) == (mode == "R3"), mode
             assert torch.equal(new, old), mode
-        one_sided, _ = policy(replay.routes_for_pi("R3", e_mu, e_old))
+        one_sided, _ = policy(replay.experts_for_pi("R3", e_mu, e_old))
         assert (one_sided - logp_old).abs().max() > 0.01
 
 
@@ -491,16 +491,16 @@ def test_table_1_which_target_policy_replay_optimizes():
 
     Not luck: equality is bit for bit over all responses, and the differences are of log-probs, at tokens whose experts
     were asserted to differ. Catches R2 that records mu's experts, R3 that falls back to the live router.
-    Mutation: routes_for_pi gives R2 the rollout's experts.
+    Mutation: experts_for_pi gives R2 the rollout's experts.
     """
     policy, _, e_mu = small_moe()
     mask = policy.mask
     with torch.no_grad():
-        logp_old, e_old = policy(replay.routes_for_pi_old("R2", e_mu))
+        logp_old, e_old = policy(replay.experts_for_pi_old("R2", e_mu))
         for number, pi in (("first", policy), ("second", update(policy, logp_old))):
             live, e_pi = pi()
             for mode in ("R2", "R3"):
-                target, _ = pi(replay.routes_for_pi(mode, e_mu, e_old))
+                target, _ = pi(replay.experts_for_pi(mode, e_mu, e_old))
                 if (mode, number) == ("R2", "first"):
                     assert torch.equal(target, live) and torch.equal(e_pi, e_old)
                 else:
@@ -584,7 +584,7 @@ def test_a_flipped_expert_moves_log_probs_far_more_than_rounding():
     shape = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16}
     shape |= {"head_dim": 32, "moe_intermediate_size": 32, "max_position_embeddings": 64}
     model = moe.MoETransformer(moe.MoEConfig.from_dict(drawing.TINY | shape))
-    model.init_weights(0, std=0.125)
+    init_weights(model, 0, std=0.125)
     B, T, K = 4, 53, model.config.num_experts_per_tok
     tokens = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, launch, needs_cpus
+from conftest import ONE, ROOT, launch, needs_cpus
 
 SCRIPT = "launch/gpu_check.py"
 
@@ -17,6 +17,7 @@ def table(tmp_path_factory) -> str:
     return launch([sys.executable, SCRIPT, "--size", "small", "--out", str(out)]).stdout
 
 
+@pytest.mark.slow  # 100 s
 def test_every_stage_runs_and_holds_what_it_measures(table):
     """Kernels against float64, an update against fp32, the engine over three cycles in two precisions and with two
     runners, the loop: ten parts, each "ok" with its rows. Catches a stage that outlived a function it calls.
@@ -29,6 +30,16 @@ def test_every_stage_runs_and_holds_what_it_measures(table):
     assert len(re.findall(r"^  hidden ", table, re.M)) == 4
     assert len(re.findall(r"^  gradient .* update_cosine ", table, re.M)) == 2
     assert len(re.findall(r"^  layers ", table, re.M)) == 3
+
+
+def test_the_stages_that_need_no_engine(tmp_path):
+    """Kernels against float64, and an update, plain and offloaded, against fp32: ok, exit code 0."""
+    done = launch([*ONE, SCRIPT, "kernels", "training", "--size", "small", "--out", str(tmp_path)])
+    assert re.findall(r"^(\w+): (\w+), \d+ s$", done.stdout, re.M) == [
+        ("kernels", "ok"),
+        ("training", "ok"),
+    ]
+    assert len(re.findall(r"^  gradient .* update_cosine ", done.stdout, re.M)) == 2
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path):

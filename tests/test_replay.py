@@ -3,6 +3,7 @@
 Which policies R2 and R3 then optimize is in tests/test_formulation.py.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,8 @@ import moe
 import replay
 import rollout
 import train
+
+ALONE = train.Layout(engines=1, engine=0, member=0, tp=1)
 
 # --- alignment
 
@@ -62,7 +65,7 @@ def test_align_routes_lays_the_record_on_positions():
     dense = replay.align_routes(record, 4, dense_layers=(0,))
     assert dense[:, 0].unique().tolist() == [-1] and torch.equal(dense[:, 1], out[:, 1])
     for length in (2, 3, 5, 0):
-        with pytest.raises(ValueError, match=f"for {length} tokens, expected {length - 1} rows"):
+        with pytest.raises(ValueError, match=f"expected {length - 1} rows"):
             replay.align_routes(record, length)
     with pytest.raises(ValueError, match=r"shape \(3, 2\)"):
         replay.align_routes(record[..., 0], 4)
@@ -77,7 +80,7 @@ def test_align_routes_lays_the_record_on_positions():
         ([[0, 1], [7, 3], [-1, -1]], None),
         ([[-1, -1], [-1, -1]], None),
         ([[5], [0], [0]], None),
-        ([[0, 1], [8, 3]], "0 to 8, the model has 0 to 7"),
+        ([[0, 1], [8, 3]], "0 to 8, not 0 to 7"),
         ([[0, 1], [-1, 3]], "-1 to 3"),
         ([[0, 1], [-2, -2]], "-2 to 1"),
         ([[0, 1], [3, 3]], r"repeats in 1 rows, such as \[3, 3\]"),
@@ -150,35 +153,42 @@ def test_an_unsound_response_leaves_the_batch_and_is_counted(tiny, name):
     """
     config = moe.MoEConfig.from_pretrained(tiny())
     field, value = UNSOUND[name]
-    c, acc = train.Config(), SimpleNamespace(process_index=0)
-    batch, experts, dropped = train.usable(responses(**{field: (1, value)}), config, c, acc)
-    assert dropped == 1 and len(batch) == 3 and list(experts) == [0, 1, 2]
-    assert [int(e[0, 0, 0]) for e in experts.values()] == [0, 0, 0] and len(experts[0]) == 5
+    c = train.Config()
+    batch, dropped = train.sound_responses(responses(**{field: (1, value)}), config, c, ALONE)
+    assert dropped == 1 and len(batch) == 3
+    assert [int(e[0, 0, 0]) for e in batch.experts_mu] == [0, 0, 0] and len(
+        batch.experts_mu[0]
+    ) == 5
     assert batch.texts == ["a", "c", "d"] and batch.group_ids.tolist() == [0, 1, 1]
     assert batch.rewards.tolist() == [1, 1, 0]
     assert [float(z[0]) for z in batch.logp_rollout] == [-1, -3, -4]
     everything = responses()
     getattr(everything, field)[:] = [value] * 4
     with pytest.raises((RuntimeError, ValueError), match=r"rout|expert|log-prob"):
-        train.usable(everything, config, c, acc)
+        train.sound_responses(everything, config, c, ALONE)
 
 
-def test_a_rank_aligns_its_own_rows_and_all_agree_on_what_is_dropped(tiny, monkeypatch):
+def test_a_rank_aligns_and_keeps_its_own_rows(tiny, monkeypatch):
     """Two ranks of one engine, four responses: 0 and 2 belong to the first, 1 and 3 to the second, which finds 1 without
-    routes. Both keep 0, 2, 3; each aligns two. Catches ranks that disagree on the batch, and a response that no rank,
-    or both, train on after one before it is dropped.
+    routes. Each aligns two. Catches a response that no rank, or both, train on after one before it is dropped.
     """
     config, c = moe.MoEConfig.from_pretrained(tiny()), train.Config(rollout_tp=2)
     aligned, align = [], replay.align_routes
     monkeypatch.setattr(replay, "align_routes", lambda *z: (aligned.append(1), align(*z))[1])
-    monkeypatch.setattr(train, "gather_object", lambda mine: [[0, 2], [3]])  # what the two say
     kept = []
-    for rank in (0, 1):
-        acc = SimpleNamespace(process_index=rank)
-        batch, experts, dropped = train.usable(responses(routes=(1, None)), config, c, acc)
-        assert (batch.texts, dropped) == (["a", "c", "d"], 1)
-        kept += experts
-    assert kept == [0, 1, 2] and len(aligned) == 3
+    for member in (0, 1):
+        layout = train.Layout(engines=1, engine=0, member=member, tp=2)
+        batch, dropped = train.sound_responses(responses(routes=(1, None)), config, c, layout)
+        kept.append((batch.texts, dropped))
+    assert kept == [(["a", "c"], 0), (["d"], 1)] and len(aligned) == 3
+
+
+def test_advantages_of_a_group_on_two_ranks(monkeypatch):
+    """Group 0 has rewards 1 and 0 here and 1 on the other rank: A = R - 2/3. Catches the mean of a rank's own rows."""
+    ours, theirs = responses().select([0, 1]), [(0, 1.0), (1, 0.5)]
+    monkeypatch.setattr(train, "gather_object", lambda mine: [theirs, *mine])
+    batch = train.advantages(ours, train.Config(), SimpleNamespace(process_index=1))
+    assert batch.adv.tolist() == pytest.approx([1 / 3, -2 / 3])
 
 
 @pytest.mark.parametrize(
@@ -186,14 +196,14 @@ def test_a_rank_aligns_its_own_rows_and_all_agree_on_what_is_dropped(tiny, monke
 )
 def test_nothing_is_aligned_where_nobody_reads_routes(tiny, monkeypatch, flags):
     """Without --record-routes and R3 a batch trains without routes, and none are made up; R3 reads them all the same."""
-    config, acc = moe.MoEConfig.from_pretrained(tiny()), SimpleNamespace(process_index=0)
-    batch = responses()
+    config = moe.MoEConfig.from_pretrained(tiny())
     monkeypatch.setattr(replay, "align_and_check", lambda *_: pytest.fail("aligned"))
-    batch, experts, dropped = train.usable(batch, config, train.Config(**flags), acc)
-    assert experts == dict.fromkeys(range(4)) and dropped == 0
-    assert batch.pack([0, 1], experts, torch.zeros(4)).experts_rollout is None
+    batch, dropped = train.sound_responses(responses(), config, train.Config(**flags), ALONE)
+    assert batch.experts_mu is None and dropped == 0
+    batch = replace(batch, adv=np.zeros(4, np.float32))
+    assert batch.pad([0, 1]).experts_mu is None
     with pytest.raises(pytest.fail.Exception):
-        train.usable(batch, config, train.Config(**flags | {"replay": "R3"}), acc)
+        train.sound_responses(batch, config, train.Config(**flags | {"replay": "R3"}), ALONE)
 
 
 # --- agreement
@@ -217,10 +227,17 @@ def test_routing_agreement_by_hand():
     assert abs(shares[0] - 2 / 3) < 1e-12 and shares[1].isnan() and shares[2] == 0.5
     assert abs(flipped - 1 / 3) < 1e-12
     counts = replay.agreement_counts(a, b, mask)
-    assert counts.tolist() == [[2, 0, 1, 1], [3, 0, 2, 3]]
-    parts = sum(
+    assert {name: count.tolist() for name, count in counts.items()} == {
+        "same": [2, 0, 1],
+        "known": [3, 0, 2],
+        "flipped": 1,
+        "tokens": 3,
+    }
+    pieces = [
         replay.agreement_counts(a[:, i : i + 1], b[:, i : i + 1], mask[:, i : i + 1])
         for i in range(5)
-    )
-    assert torch.equal(parts, counts)
-    assert torch.equal(replay.agreement_counts(b, a, mask), counts)
+    ]
+    other = replay.agreement_counts(b, a, mask)
+    for name, count in counts.items():
+        assert torch.equal(sum(piece[name] for piece in pieces), count)
+        assert torch.equal(other[name], count)

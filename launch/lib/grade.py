@@ -1,8 +1,8 @@
-"""Is an answer right? The final answer of a response, and math-verify's verdict on it (used by rollout.reward).
+r"""Grading of math: the final answer of a response, and math-verify's verdict on it.
 
-Run as a program it is the grader's own process: a JSON pair (gold, given) per line in, 0 or 1 per line out. A process,
-since nothing else stops 10^{10^{10}}: math-verify's own limit is an alarm signal, which works in main threads and in
-interruptible code only.
+math-verify runs in a process of its own, which is this file run as a program: a JSON pair
+(gold, answer) per line in, 0 or 1 per line out. Nothing else stops 10^{10^{10}}: math-verify's own
+limit is an alarm signal, which works in main threads and in interruptible code only.
 """
 
 import functools
@@ -16,15 +16,17 @@ import threading
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+GRADING = threading.Lock()
 
 
 def final_answer(response: str) -> str | None:
-    """What the last \\boxed{...} holds, None if it never closes; without a box the last number."""
+    r"""The content of the last \boxed{...}, None if it never closes; without a box the last number."""
     response = response.replace("\u2212", "-")
     boxes = list(BOX.finditer(response))
     if not boxes:
         number = rf"(?:(?<![\w)])-)?{NUMBER}(?:/\d+|[eE][+-]?\d+)?"
         return (re.findall(number, response) or [None])[-1]
+
     rest = response[boxes[-1].end() :]
     depth = 1
     for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
@@ -35,41 +37,44 @@ def final_answer(response: str) -> str | None:
 
 
 def gold(answer: object) -> str:
-    """What an answer of a data set asks for: itself, what follows GSM8K's ####, or a solution's last box."""
+    """The answer in a data set's field: all of it, the text after GSM8K's ####, or its last box."""
     text = str(answer).rpartition("####")[2].strip()
     return plain(final_answer(text) or text if BOX.search(text) else text)
 
 
 def plain(text: str) -> str:
-    """The same answer as math-verify reads it: no final period, LaTeX spaces between thousands or sign of Unicode, and
-    2 1/2 or 1.2e3 written out."""
+    """The same answer in words that math-verify reads.
+
+    No final period, no LaTeX space between thousands, no Unicode minus; 2 1/2 and 1.2e3 written out.
+    """
     text = text.strip().strip("$").replace("\u2212", "-").removesuffix(".").strip()
     text = re.sub(r"(?<=\d)(?:\\[, !;:]|~)(?=\d{3}(?!\d))", "", text)
-    if mixed := re.fullmatch(r"(-?)(\d+)\s+(\d+)\s*/\s*(\d+)", text):
+    mixed = re.fullmatch(r"(-?)(\d+)\s+(\d+)\s*/\s*(\d+)", text)
+    if mixed:
         return "{}({} + \\frac{{{}}}{{{}}})".format(*mixed.groups())
-    if scientific := re.fullmatch(rf"([+-]?{NUMBER})[eE]([+-]?\d+)", text):
+    scientific = re.fullmatch(rf"([+-]?{NUMBER})[eE]([+-]?\d+)", text)
+    if scientific:
         return "{} \\times 10^{{{}}}".format(*scientific.groups())
     return text
 
 
-GRADING = threading.Lock()
-
-
 @functools.cache
 def grader() -> subprocess.Popen:
+    """The grader's process."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    own = {"text": True, "start_new_session": True}  # a Ctrl-C is not meant for it
-    return subprocess.Popen([sys.executable, __file__], **own, **pipes)
+    # -P: the files beside this one are not modules of the program. A Ctrl-C is not meant for it.
+    command = [sys.executable, "-P", __file__]
+    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
 
 
-def equal(gold: str, given: str) -> bool:
-    """math-verify's verdict, from any thread; False when it takes more than 3 CPU seconds or 4 GB."""
+def equal(gold: str, answer: str) -> bool:
+    """math-verify's verdict, from any thread. False if it takes over 3 CPU seconds or 4 GB."""
     with GRADING:
         process = grader()
         if process.poll() is not None:  # ended while it was idle, for want of memory, say
             grader.cache_clear()
             process = grader()
-        print(json.dumps([gold, given]), file=process.stdin, flush=True)
+        print(json.dumps([gold, answer]), file=process.stdin, flush=True)
         verdict = process.stdout.readline()
         if not verdict:  # dead: out of time and killed by the signal, or never started
             process.communicate()
@@ -80,19 +85,20 @@ def equal(gold: str, given: str) -> bool:
 
 
 def main() -> None:
+    """The grader: answers each line until its input ends."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     options = {"fallback_mode": "no_fallback", "parsing_timeout": 0}
-    for line in sys.stdin:
+    for pair in sys.stdin:
         # CPU time, so that no verdict depends on how busy the machine is. Nothing handles the
         # signal: it ends the process, even in the middle of one long multiplication.
         signal.setitimer(signal.ITIMER_PROF, 3)
         try:
             # Both sides boxed: bare, 2\sqrt{3} could be read as 2, and 3,4 as 3.4.
-            boxes = [f"\\boxed{{{text}}}" for text in json.loads(line)]
-            gold, given = (parse(box, [LatexExtractionConfig()], **options) for box in boxes)
-            same = verify(gold, given, timeout_seconds=0)
+            boxes = [f"\\boxed{{{text}}}" for text in json.loads(pair)]
+            gold, answer = (parse(box, [LatexExtractionConfig()], **options) for box in boxes)
+            same = verify(gold, answer, timeout_seconds=0)
         except Exception:  # math-verify and sympy raise anything on odd expressions: not the same
             same = False
         signal.setitimer(signal.ITIMER_PROF, 0)
