@@ -425,9 +425,11 @@ def stored_as(name: str, p: Tensor) -> tuple[list[str], tuple[int, ...]]:
     if not stacked:
         return [name], tuple(p.shape)
     prefix, kind = stacked.groups()
-    parts = ["gate", "up"] if kind == "gate_up" else ["down"]
-    names = [f"{prefix}{e}.{part}_proj.weight" for e in range(len(p)) for part in parts]
-    return names, (p.shape[1] // len(parts), p.shape[2])
+    matrices = ["gate", "up"] if kind == "gate_up" else ["down"]
+    names = []
+    for e in range(len(p)):
+        names += [f"{prefix}{e}.{matrix}_proj.weight" for matrix in matrices]
+    return names, (p.shape[1] // len(matrices), p.shape[2])
 
 
 def meta_parameters(config: MoEConfig) -> dict[str, Tensor]:

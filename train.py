@@ -508,10 +508,10 @@ def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) 
                 length_norm=c.length_norm,
             )
         else:
-            objective, counted, _ = loss.OBJECTIVES[c.objective]
+            objective, denom_name, _ = loss.OBJECTIVES[c.objective]
             policies = (logp, micro.logp_old, micro.logp_rollout)
             trust = {"eps_low": c.eps_low, "eps_high": c.eps_high, "is_cap": c.is_cap}
-            denom = getattr(minibatch, counted)
+            denom = getattr(minibatch, denom_name)
             value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **trust)
 
         # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
