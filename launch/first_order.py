@@ -1,18 +1,12 @@
 """What the first-order argument neglects, drawn: python launch/first_order.py [--out PNG]
 
-Hardware: any CPU, one core. 6 s. Last run 2026-11-30.
-Expected result: the gap between J_seq and J_token (less its constant) falls by 4 and the gap between their
-gradients by 2 whenever the step h away from mu halves, for a tabular policy and for an MoE with replayed experts; the
-MoE with its live router breaks the law at every h at which an expert flips, and obeys it below.
+Hardware: any CPU, one core. 6 s. Last run 2026-12-07.
+Expected result: the gap between J_seq and J_token (less its constant) falls by 4 and the gap between their gradients by
+2 whenever the step h away from mu halves, for a tabular policy and for an MoE with replayed experts; the MoE with its
+live router breaks the law at every h at which an expert flips, and obeys it below.
 
-Both objectives and both gradients, exactly: the policies are so small that *all* responses are enumerated and weighted
-by mu(y). Of each policy three cases, with a and b random directions in parameter space:
-
-    discrepancy   pi_old = mu + h a    pi = pi_old
-    staleness     pi_old = mu          pi = mu + h b
-    both          pi_old = mu + h a    pi = pi_old + h b
-
-It leaves a PNG and, beside it, a JSON with the numbers drawn. tests/test_formulation.py runs the same code.
+The policies, both objectives and the experiment stand in tests/test_formulation.py, where they are explained and
+tested; this only draws. It leaves a PNG and, beside it, a JSON with the numbers drawn.
 """
 
 import argparse
@@ -26,163 +20,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.cold_start import init_weights
-from loss import sequence_weight, token_weights
-from moe import MoEConfig, MoETransformer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from test_formulation import CASES, first_order
 
-RESULTS = Path(__file__).resolve().parent / "results"
-EOS, SYMBOLS = 2, 3  # EOS also stands at position 0, as the prompt
-STEPS = [2.0**-k for k in range(12)]  # h
-CASES = ("discrepancy", "staleness", "both")
-TINY = {  # an MoE of ours whose vocabulary is the three symbols
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": SYMBOLS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
-}
-
-
-# --- policies small enough to enumerate
-
-
-def all_responses(limit: int) -> tuple[Tensor, Tensor]:
-    """Every response of at most `limit` symbols, ended by EOS or cut off: tokens (B, 1 + limit), mask alike.
-
-    B = 2^(limit + 1) - 1; any policy's probabilities of them add up to 1.
-    """
-    ended = [(*y, EOS) for n in range(limit) for y in itertools.product((0, 1), repeat=n)]
-    rows = [*ended, *itertools.product((0, 1), repeat=limit)]
-    tokens = torch.tensor([(EOS, *y, *[EOS] * (limit - len(y))) for y in rows])  # (B, T)
-    ends = torch.tensor([len(y) for y in rows])[:, None]
-    place = torch.arange(1 + limit)
-    return tokens, (place >= 1) & (place <= ends)
-
-
-class Tabular(nn.Module):
-    """pi(. | y_<t) = softmax(logits[y_<t]): a free row of logits for each prefix that can be continued."""
-
-    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
-        super().__init__()
-        self.tokens, self.mask = tokens, mask
-        self.node = torch.zeros_like(tokens)  # (B, T), of the prefix in the binary tree of prefixes
-        for t in range(2, tokens.shape[1]):
-            self.node[:, t] = 2 * self.node[:, t - 1] + 1 + tokens[:, t - 1]
-        self.node *= mask
-        rows, generator = 2 ** (tokens.shape[1] - 1) - 1, torch.Generator().manual_seed(seed)
-        logits = torch.randn(rows, SYMBOLS, generator=generator, dtype=torch.float64)
-        self.logits = nn.Parameter(logits)
-
-    def forward(self, experts: None = None) -> tuple[Tensor, None]:
-        logp = self.logits.log_softmax(-1)[self.node, self.tokens]  # (B, T)
-        return logp * self.mask, None
-
-
-class TinyMoE(nn.Module):
-    """moe.py's transformer in float64, as a policy over the same responses."""
-
-    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
-        super().__init__()
-        self.tokens, self.mask = tokens, mask
-        self.model = MoETransformer(MoEConfig.from_dict(TINY)).double()
-        init_weights(self.model, seed, std=0.3)
-
-    def forward(self, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """-> logp (B, T), experts used (B, T, L, K)."""
-        lengths = 1 + self.mask.sum(-1)
-        hidden, experts = self.model(self.tokens, lengths, experts)
-        logp, _ = self.model.logprobs(hidden[:, :-1], self.tokens[:, 1:])
-        return F.pad(logp, (1, 0)) * self.mask, experts
-
-
-def logprobs_at(policy: nn.Module, theta: Tensor, experts: Tensor | None = None):
-    """The log-probs (B, T) of all responses, and the experts, of `policy` with the parameters theta (flat)."""
-    vector_to_parameters(theta, policy.parameters())
-    return policy(experts)
-
-
-def gradient(objective: Tensor, policy: nn.Module) -> Tensor:
-    """d objective / d theta, flat."""
-    parts = torch.autograd.grad(objective, [*policy.parameters()], retain_graph=True)
-    return parameters_to_vector(parts)
-
-
-def random_direction(policy: nn.Module, seed: int, size: float) -> Tensor:
-    count, generator = sum(p.numel() for p in policy.parameters()), torch.Generator()
-    return size * torch.randn(count, generator=generator.manual_seed(seed), dtype=torch.float64)
-
-
-# --- first-order
-
-
-def objectives(logp: Tensor, logp_mu: Tensor, rewards: Tensor, mask: Tensor):
-    """J_seq and J_token less its constant E_mu[(1 - |y|) R], expectations over all responses: (B, T) x 2, (B,), (B, T).
-
-    Both 0-d; equal at pi = mu, so any gap is what the token-level objective neglects.
-    """
-    mu = (logp_mu * mask).sum(-1).exp()  # (B,)
-    constant = (1 - mask.sum(-1)) * rewards
-    seq = sequence_weight(logp, logp_mu, mask) * rewards
-    token = token_weights(logp, logp_mu, mask) * rewards + constant
-    return (mu * seq).sum(), (mu * token).sum()
-
-
-def gaps(policy: nn.Module, direction: Tensor, steps: list[float], replay: bool) -> dict:
-    """The two gaps at pi = mu + h * direction for each h, the gradients' one relative to the gradient at mu.
-
-    With `replay`, pi is computed under mu's experts (replay.py's R3); else the router is live, and `flips` counts the
-    (input, layer) pairs whose experts are not mu's. `size` is the largest |d_t|, d_t = pi/mu - 1.
-    """
-    mask, theta = policy.mask, parameters_to_vector(policy.parameters()).detach().clone()
-    rewards = torch.rand(len(mask), generator=torch.Generator().manual_seed(0)).double()
-    logp_mu, routes = policy()
-    logp_mu = logp_mu.detach()
-    inputs = mask.roll(-1, 1)  # what a response token follows
-    out = {"h": steps, "objective": [], "gradient": [], "size": [], "flips": []}
-    for h in steps:
-        logp, used = logprobs_at(policy, theta + h * direction, routes if replay else None)
-        seq, token = objectives(logp, logp_mu, rewards, mask)
-        grad_seq, grad_token = gradient(seq, policy), gradient(token, policy)
-        out["objective"].append((seq - token).abs().item())
-        out["gradient"].append(((grad_seq - grad_token).norm() / grad_seq.norm()).item())
-        out["size"].append((logp - logp_mu).expm1().abs().max().item())
-        moved = [] if routes is None else (used.sort().values != routes.sort().values).any(-1)
-        out["flips"].append(0 if routes is None else int(moved[inputs].sum()))
-    vector_to_parameters(theta, policy.parameters())
-    return out
-
-
-def first_order(steps: list[float] = STEPS, limit: int = 5, seed: int = 122) -> dict:
-    """{policy: {case: gaps}} of the tabular policy, the MoE with mu's experts replayed and the MoE with a live router.
-
-    The seed is one whose live router flips an expert down to small h in all three cases. With any seed flips end at
-    some h, since a choice of experts is constant in a neighbourhood of mu; the law is lost wherever they have not.
-    """
-    tokens, mask = all_responses(limit)
-    tabular, moe = Tabular(tokens, mask, seed), TinyMoE(tokens, mask, seed)
-    out = {}
-    policies = {"tabular": (tabular, 0.3), "MoE, replayed": (moe, 0.01), "MoE, live": (moe, 0.01)}
-    for name, (policy, size) in policies.items():
-        a, b = (random_direction(policy, seed + i, size) for i in (1, 2))
-        directions = {"discrepancy": a, "staleness": b, "both": a + b}
-        replay = name != "MoE, live"
-        out[name] = {case: gaps(policy, directions[case], steps, replay) for case in CASES}
-    return out
+RESULTS = ROOT / "launch" / "results"
 
 
 def draw_first_order(results: dict, out: Path) -> None:

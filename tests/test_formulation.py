@@ -1,8 +1,9 @@
 """The derivation of loss.py, executed: every step from Eq. 1 to MiniRL is checked by enumerating all responses.
 
-The policies have three symbols, one of which ends a response, and at most five steps: J_seq, J_token and their gradients
-are sums over 63 responses, exact in float64. One policy is a table of logits, the other moe.py's transformer (first_order.py
-has both). Every docstring names a mutation of the sources that was tried by hand and that the test caught; where several claims
+It reads like a notebook: first two policies that are small enough to enumerate, then J_seq, J_token and their gaps, then
+the claims, in the order of the paper. The policies have three symbols, one of which ends a response, and at most five
+steps: J_seq, J_token and their gradients are sums over 63 responses, exact in float64. One policy is a table of logits,
+the other moe.py's transformer. `python launch/first_order.py` draws the experiment. Every docstring names a mutation of the sources that was tried by hand and that the test caught; where several claims
 rest on the mutated function, their tests fail along with it.
 """
 
@@ -18,18 +19,173 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import loss
 import moe
 import replay
-from launch import first_order as drawing
 from launch.cold_start import init_weights
-from launch.first_order import CASES, STEPS, Tabular, TinyMoE, all_responses, gradient, logprobs_at
 
 torch.set_num_threads(1)
 OPEN = {"clip": False, "is_cap": math.inf}  # MiniRL without mask and cap: Eq. 4 itself
 EPS = {"eps_low": 0.2, "eps_high": 0.27}
+
+EOS, SYMBOLS = 2, 3  # EOS also stands at position 0, as the prompt
+STEPS = [2.0**-k for k in range(12)]  # h
+CASES = ("discrepancy", "staleness", "both")
+TINY = {  # an MoE of ours whose vocabulary is the three symbols
+    "architectures": [moe.ARCHITECTURE],
+    "vocab_size": SYMBOLS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
+
+
+# --- policies small enough to enumerate
+
+
+def all_responses(limit: int) -> tuple[Tensor, Tensor]:
+    """Every response of at most `limit` symbols, ended by EOS or cut off: tokens (B, 1 + limit), mask alike.
+
+    B = 2^(limit + 1) - 1; any policy's probabilities of them add up to 1.
+    """
+    ended = [(*y, EOS) for n in range(limit) for y in itertools.product((0, 1), repeat=n)]
+    rows = [*ended, *itertools.product((0, 1), repeat=limit)]
+    tokens = torch.tensor([(EOS, *y, *[EOS] * (limit - len(y))) for y in rows])  # (B, T)
+    ends = torch.tensor([len(y) for y in rows])[:, None]
+    place = torch.arange(1 + limit)
+    return tokens, (place >= 1) & (place <= ends)
+
+
+class Tabular(torch.nn.Module):
+    """pi(. | y_<t) = softmax(logits[y_<t]): a free row of logits for each prefix that can be continued."""
+
+    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
+        super().__init__()
+        self.tokens, self.mask = tokens, mask
+        self.node = torch.zeros_like(tokens)  # (B, T), of the prefix in the binary tree of prefixes
+        for t in range(2, tokens.shape[1]):
+            self.node[:, t] = 2 * self.node[:, t - 1] + 1 + tokens[:, t - 1]
+        self.node *= mask
+        rows, generator = 2 ** (tokens.shape[1] - 1) - 1, torch.Generator().manual_seed(seed)
+        logits = torch.randn(rows, SYMBOLS, generator=generator, dtype=torch.float64)
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, experts: None = None) -> tuple[Tensor, None]:
+        logp = self.logits.log_softmax(-1)[self.node, self.tokens]  # (B, T)
+        return logp * self.mask, None
+
+
+class TinyMoE(torch.nn.Module):
+    """moe.py's transformer in float64, as a policy over the same responses."""
+
+    def __init__(self, tokens: Tensor, mask: Tensor, seed: int):
+        super().__init__()
+        self.tokens, self.mask = tokens, mask
+        self.model = moe.MoETransformer(moe.MoEConfig.from_dict(TINY)).double()
+        init_weights(self.model, seed, std=0.3)
+
+    def forward(self, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """-> logp (B, T), experts used (B, T, L, K)."""
+        lengths = 1 + self.mask.sum(-1)
+        hidden, experts = self.model(self.tokens, lengths, experts)
+        logp, _ = self.model.logprobs(hidden[:, :-1], self.tokens[:, 1:])
+        return F.pad(logp, (1, 0)) * self.mask, experts
+
+
+def logprobs_at(policy: torch.nn.Module, theta: Tensor, experts: Tensor | None = None):
+    """The log-probs (B, T) of all responses, and the experts, of `policy` with the parameters theta (flat)."""
+    vector_to_parameters(theta, policy.parameters())
+    return policy(experts)
+
+
+def gradient(objective: Tensor, policy: torch.nn.Module) -> Tensor:
+    """d objective / d theta, flat."""
+    parts = torch.autograd.grad(objective, [*policy.parameters()], retain_graph=True)
+    return parameters_to_vector(parts)
+
+
+def random_direction(policy: torch.nn.Module, seed: int, size: float) -> Tensor:
+    count, generator = sum(p.numel() for p in policy.parameters()), torch.Generator()
+    return size * torch.randn(count, generator=generator.manual_seed(seed), dtype=torch.float64)
+
+
+# --- J_seq, J_token and what lies between them
+
+
+def objectives(logp: Tensor, logp_mu: Tensor, rewards: Tensor, mask: Tensor):
+    """J_seq and J_token less its constant E_mu[(1 - |y|) R], expectations over all responses: (B, T) x 2, (B,), (B, T).
+
+    Both 0-d; equal at pi = mu, so any gap is what the token-level objective neglects.
+    """
+    mu = (logp_mu * mask).sum(-1).exp()  # (B,)
+    constant = (1 - mask.sum(-1)) * rewards
+    seq = loss.sequence_weight(logp, logp_mu, mask) * rewards
+    token = loss.token_weights(logp, logp_mu, mask) * rewards + constant
+    return (mu * seq).sum(), (mu * token).sum()
+
+
+def gaps(policy: torch.nn.Module, direction: Tensor, steps: list[float], replay: bool) -> dict:
+    """The two gaps at pi = mu + h * direction for each h, the gradients' one relative to the gradient at mu.
+
+    With `replay`, pi is computed under mu's experts (replay.py's R3); else the router is live, and `flips` counts the
+    (input, layer) pairs whose experts are not mu's. `size` is the largest |d_t|, d_t = pi/mu - 1.
+    """
+    mask, theta = policy.mask, parameters_to_vector(policy.parameters()).detach().clone()
+    rewards = torch.rand(len(mask), generator=torch.Generator().manual_seed(0)).double()
+    logp_mu, routes = policy()
+    logp_mu = logp_mu.detach()
+    inputs = mask.roll(-1, 1)  # what a response token follows
+    out = {"h": steps, "objective": [], "gradient": [], "size": [], "flips": []}
+    for h in steps:
+        logp, used = logprobs_at(policy, theta + h * direction, routes if replay else None)
+        seq, token = objectives(logp, logp_mu, rewards, mask)
+        grad_seq, grad_token = gradient(seq, policy), gradient(token, policy)
+        out["objective"].append((seq - token).abs().item())
+        out["gradient"].append(((grad_seq - grad_token).norm() / grad_seq.norm()).item())
+        out["size"].append((logp - logp_mu).expm1().abs().max().item())
+        moved = [] if routes is None else (used.sort().values != routes.sort().values).any(-1)
+        out["flips"].append(0 if routes is None else int(moved[inputs].sum()))
+    vector_to_parameters(theta, policy.parameters())
+    return out
+
+
+def first_order(steps: list[float] = STEPS, limit: int = 5, seed: int = 122) -> dict:
+    """{policy: {case: gaps}} of the tabular policy, the MoE with mu's experts replayed and the MoE with a live router.
+
+    The seed is one whose live router flips an expert down to small h in all three cases. With any seed flips end at
+    some h, since a choice of experts is constant in a neighbourhood of mu; the law is lost wherever they have not.
+    """
+    tokens, mask = all_responses(limit)
+    tabular, small = Tabular(tokens, mask, seed), TinyMoE(tokens, mask, seed)
+    out = {}
+    policies = {
+        "tabular": (tabular, 0.3),
+        "MoE, replayed": (small, 0.01),
+        "MoE, live": (small, 0.01),
+    }
+    for name, (policy, size) in policies.items():
+        a, b = (random_direction(policy, seed + i, size) for i in (1, 2))
+        directions = {"discrepancy": a, "staleness": b, "both": a + b}
+        replay = name != "MoE, live"
+        out[name] = {case: gaps(policy, directions[case], steps, replay) for case in CASES}
+    return out
+
+
+# --- what the tests share
 
 
 def close(a, b, rtol=1e-12):
@@ -46,7 +202,7 @@ def perturbed(limit: int, seed: int = 0, size: float = 0.4, moved: str = "both")
     tokens, mask = all_responses(limit)
     policy = Tabular(tokens, mask, seed)
     theta = parameters_to_vector(policy.parameters()).detach().clone()
-    a, b = (drawing.random_direction(policy, seed + i, size) for i in (1, 2))
+    a, b = (random_direction(policy, seed + i, size) for i in (1, 2))
     a, b = a * (moved != "staleness"), b * (moved != "discrepancy")
     logp_rollout, logp_old = (logprobs_at(policy, z)[0].detach() for z in (theta, theta + a))
     logprobs_at(policy, theta + a + b)
@@ -89,8 +245,8 @@ def random_batch(seed: int = 0, B: int = 8, T: int = 9):
 
 @cache
 def enumerated() -> dict:
-    """drawing.first_order at its steps h and, last, at h = 0."""
-    return drawing.first_order([*STEPS, 0.0])
+    """first_order at its steps h and, last, at h = 0."""
+    return first_order([*STEPS, 0.0])
 
 
 def falls(values: list[float], start: int = 2) -> list[float]:
@@ -187,7 +343,7 @@ def test_a_live_router_breaks_the_law_wherever_an_expert_flips(case):
     is over 20 instead of 4. The law returns below the last flip, so nothing else is to blame.
     Not luck: the same weights, directions and steps obey the law under replay (test above). Catches a replay that is
     ignored, and an experiment in which nothing ever flips.
-    Mutation: drawing.gaps replays whatever it is told (`routes if True else None`).
+    Mutation: gaps replays whatever it is told (`experts if True else None`).
     """
     gaps = enumerated()["MoE, live"][case]
     flipped = gaps["flips"][:-1]
@@ -524,7 +680,7 @@ def test_replaying_a_models_own_routes_changes_nothing_and_other_routes_do():
     grads = [gradient((z * rewards[:, None]).sum(), policy) for z in (logp, again)]
     assert torch.equal(*grads)
     changed = routes.clone()
-    changed[:, 2, 1, 0] = (routes[:, 2, 1].max(-1).values + 1) % drawing.TINY["num_experts"]
+    changed[:, 2, 1, 0] = (routes[:, 2, 1].max(-1).values + 1) % TINY["num_experts"]
     long = policy.mask[:, 3]
     other = (policy(changed)[0] != logp)[long]
     assert other[:, 3].all() and not other[:, :3].any()
@@ -544,7 +700,7 @@ def test_the_routers_gradient_under_replay_is_the_one_derived_by_hand(normalize)
     Mutation: the gates are divided by g.sum(...).detach().
     """
     g = torch.Generator().manual_seed(0)
-    config = moe.MoEConfig.from_dict(drawing.TINY | {"norm_topk_prob": normalize})
+    config = moe.MoEConfig.from_dict(TINY | {"norm_topk_prob": normalize})
     layer = moe.MoE(config).double()
     for p in layer.parameters():
         p.data.normal_(0, 0.5, generator=g)
@@ -583,7 +739,7 @@ def test_a_flipped_expert_moves_log_probs_far_more_than_rounding():
     """
     shape = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16}
     shape |= {"head_dim": 32, "moe_intermediate_size": 32, "max_position_embeddings": 64}
-    model = moe.MoETransformer(moe.MoEConfig.from_dict(drawing.TINY | shape))
+    model = moe.MoETransformer(moe.MoEConfig.from_dict(TINY | shape))
     init_weights(model, 0, std=0.125)
     B, T, K = 4, 53, model.config.num_experts_per_tok
     tokens = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
