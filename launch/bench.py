@@ -1,23 +1,18 @@
-"""How fast: a train step against transformers and a plain GEMM, sampling against vLLM, an RL step against TRL, growth.
+"""How fast: a train step against transformers, sampling against vLLM, an RL step against TRL; and how it grows.
 
     python launch/bench.py                               # every row; one table, launch/results/bench.json
-    python launch/bench.py --rows 1,2,3 --models toy --no-trl
+    python launch/bench.py --rows 1,2 --models toy --no-trl
 
-Hardware: 2 idle CPU cores, 0.15 hours, 8 GB; with a GPU the same rows run there and row 8 appears. Expect 50 lines, "ok"
-behind each target that is met. No ratio is printed where others used the machine meanwhile. Last run: 2026-12-01, 6 minutes.
+Hardware: 2 idle CPU cores, 0.1 hours, 8 GB; with a GPU the same rows run there (not yet run). Expect 30 lines, "ok"
+behind each target that is met. No ratio is printed where others used the machine meanwhile. Last run: 2026-12-01.
 
     row 1  forward and backward of the objective (train.update without AdamW), transformers' Qwen3-MoE on the same
            weights, tokens and precision at its best settings; equal lengths, and lengths up to four times the mean
-    row 2  model FLOPs of that step over what one large matrix product reaches; the seconds of each part
-    row 3  the pass for log pi_old over the forward half of a train step
-    row 4  Engine.generate over LLM.generate without log-probs and routes; the price of each
-    row 5  Engine.sync
-    row 6  a whole RL step, train.py's over that of TRL's GRPOTrainer (in an environment made on demand)
-    row 7  growth with T, E, batch and ranks: exponents of a fit of log time, or log memory, to log size
-    row 8  row 1 on a GPU: tokens/s and the share of the GPU's peak (MFU)
+    row 2  Engine.generate over LLM.generate without log-probs and routes; the price of each
+    row 3  a whole RL step, train.py's over that of TRL's GRPOTrainer (in an environment made on demand)
+    row 4  growth with T, E, batch and ranks: exponents of a fit of log time, or log memory, to log size
 
-Numbers are medians of at least five repeats after a warm-up, candidates taking turns. Model FLOPs count the products and
-causal attention three times (forward, two in backward), never what is computed again.
+Numbers are medians of at least five repeats after a warm-up, candidates taking turns.
 """
 
 import argparse
@@ -90,12 +85,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much work: sequences and mean tokens of a step's batch by model, and the points of row 7."""
+    """How much work: sequences and mean tokens of a step's batch by model, and the points of row 4."""
 
     models: tuple[str, ...] = ("toy", "mid")
     batch: dict = field(default_factory=lambda: {"toy": (128, 48), "mid": (16, 48)})
     repeats: int = 5
-    gemm: int = 2048
     sampling: tuple[int, int, int] = (32, 8, 64)  # P, G, new tokens
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
     experts: tuple[int, ...] = (8, 32, 128)
@@ -106,7 +100,7 @@ class Sizes:
 
 
 SMALLEST = Sizes(
-    ("tiny",), {"tiny": (6, 20)}, 5, 128, (2, 2, 4), (32, 64), (8, 16), (2, 4), (64, 128), "tiny", 6
+    ("tiny",), {"tiny": (6, 20)}, 5, (2, 2, 4), (32, 64), (8, 16), (2, 4), (64, 128), "tiny", 6
 )
 
 
@@ -239,15 +233,6 @@ class Ours:
         batch = replace(self.batch, measured=[], loss=0.0)
         train.update(self.model, KEEP, batch, self.c, self.acc)
 
-    def old(self) -> None:
-        copies = [replace(micro) for micro in self.batch.micro_batches]
-        batch = replace(self.batch, micro_batches=copies)
-        train.old_logprobs(self.model, [batch], self.c, self.acc)
-
-    def forward(self) -> None:
-        for micro in self.batch.micro_batches:
-            train.logprobs(self.model, micro.to(self.acc.device), None, self.c)
-
     @torch.no_grad()
     def logp(self, micro) -> torch.Tensor:
         return train.logprobs(self.model, micro.to(self.acc.device), None, self.c)[0]
@@ -337,75 +322,7 @@ def tune(folder: Path, batch, precision: str, device, found: Theirs | None) -> T
     return best
 
 
-# --- rows 1, 2, 3, 8
-
-
-def step_flops(config: moe.MoEConfig, batch: rollout.Rollout) -> float:
-    """Model FLOPs of forward and backward over these sequences."""
-    c, lengths = config, np.array([len(t) for t in batch.tokens], float)
-    heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer = c.hidden_size * (2 * heads + 2 * kv + c.num_experts)
-    layer += 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
-    products = c.num_hidden_layers * layer * lengths.sum()
-    products += c.hidden_size * c.vocab_size * (lengths - PROMPT).sum()
-    attention = c.num_hidden_layers * heads * (lengths**2).sum()  # two products over half a square
-    return 6 * (products + attention)
-
-
-def gemm(n: int, dtype: torch.dtype, device):
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return lambda: a @ b
-
-
-def parts(ours: Ours, step: float, repeats: int) -> dict[str, float]:
-    """Seconds of the parts of a `step`, each by itself at its shapes, forward and backward, all layers; and of AdamW."""
-    c, dtype, device = ours.config, DTYPES[ours.c.precision], ours.acc.device
-    model = moe.load_pretrained(ours.c.model, device, dtype)
-    lengths = [int(n) for micro in ours.batch.micro_batches for n in micro.lengths]
-    S, L, layer = sum(lengths), c.num_hidden_layers, model.layers[0]
-    packed = moe.Packed.of(lengths, device)
-    x = torch.randn(S, c.hidden_size, device=device).to(dtype).requires_grad_()
-    where = torch.cat([torch.arange(n, device=device) for n in lengths])
-    cos, sin = moe.rope_tables(where, c, dtype)
-    _, used, _ = layer.mlp(x, None)
-    gates = torch.rand(used.shape, device=device).to(dtype).requires_grad_()
-    ends = used.flatten().bincount(minlength=c.num_experts).cumsum(0).to(torch.int32)
-    rows = torch.randn(used.numel(), c.hidden_size, device=device).to(dtype).requires_grad_()
-    half = torch.randn(used.numel(), c.moe_intermediate_size, device=device).to(dtype)
-    targets = torch.zeros(
-        sum(int(m.mask.sum()) for m in ours.batch.micro_batches), device=device
-    ).long()
-    experts, seed = layer.mlp.experts, {}
-
-    def both(name, f):
-        def run():
-            y = f()
-            y.backward(seed.setdefault(name, torch.ones_like(y)))
-
-        return run
-
-    times = by_turns(
-        {
-            "attention": both("a", lambda: layer.self_attn(x, cos, sin, packed)),
-            "moe": both("m", lambda: layer.mlp(x, None)[0]),
-            "experts": both("e", lambda: experts(x, used, gates)),
-            "in": both("i", lambda: moe.grouped_matmul(rows, experts.gate_up_proj, ends)),
-            "out": both("o", lambda: moe.grouped_matmul(half, experts.down_proj, ends)),
-            "head": both("h", lambda: model.logprobs(x[: len(targets)], targets)[0]),
-            "optimizer": ours.optimizer.step,
-        },
-        repeats,
-    )
-    products = times["in"] + times["out"]
-    found = {
-        "attention": L * times["attention"],
-        "router": L * max(times["moe"] - times["experts"], 0),
-        "permute, silu": L * max(times["experts"] - products, 0),
-        "expert products": L * products,
-        "head": times["head"],
-    }
-    found["the rest"] = max(step - sum(found.values()), 0)
-    return found | {"optimizer": times["optimizer"]}
+# --- row 1: a train step
 
 
 def agreement(ours: Ours, theirs: Theirs) -> dict[str, float]:
@@ -422,75 +339,48 @@ def agreement(ours: Ours, theirs: Theirs) -> dict[str, float]:
     return found | {"logp_gap_mean": float(gap.abs().sum() / micro.mask.sum())}
 
 
-def train_rows(acc, sizes: Sizes, folder: Path, rows: set[int]) -> list[Line]:
+def train_rows(acc, sizes: Sizes, folder: Path) -> list[Line]:
     lines = []
     for name in sizes.models:
         path = make_folder(name, folder / name)
         for precision in DTYPES:
-            found, theirs = train_case(acc, sizes, name, path, precision, rows, False, None)
-            lines += found + train_case(acc, sizes, name, path, precision, rows, True, theirs)[0]
+            equal, theirs = train_case(acc, sizes, name, path, precision, False, None)
+            spread, _ = train_case(acc, sizes, name, path, precision, True, theirs)
+            lines += [equal, spread]
     return lines
 
 
-def train_case(acc, sizes, name, path, precision, rows, spread, theirs):
-    """Lines of one model, precision and kind of lengths, and transformers as it was measured."""
-    config, lines = moe.MoEConfig.from_pretrained(path), []
-    batch = make_batch(config, *sizes.batch[name], spread)
+def train_case(acc, sizes, name, path, precision, spread, theirs) -> tuple[Line, Theirs]:
+    """The line of one model, precision and kind of lengths, and transformers as it was measured."""
+    batch = make_batch(moe.MoEConfig.from_pretrained(path), *sizes.batch[name], spread)
     ours = Ours(acc, path, precision, batch)
-    flops, tokens = step_flops(config, batch), sum(map(len, batch.tokens))
-    turns = {"ours": ours.step, "gemm": gemm(sizes.gemm, DTYPES[precision], acc.device)}
-    if rows & {1, 8}:
-        theirs = tune(path, batch, precision, acc.device, theirs)
-        gaps = agreement(ours, theirs)
-        turns["theirs"] = theirs.step
-    if 3 in rows:
-        turns |= {"old": ours.old, "forward": ours.forward}
-    t = by_turns(turns, sizes.repeats)
+    theirs = tune(path, batch, precision, acc.device, theirs)
+    gaps = agreement(ours, theirs)
+    seconds = by_turns({"ours": ours.step, "theirs": theirs.step}, sizes.repeats)
+    tokens = sum(map(len, batch.tokens))
+    speed = {side: tokens / t for side, t in seconds.items()}
+
     case = f"{name} {precision} {'spread' if spread else 'equal'}"
-    speed, limit = tokens / t["ours"], 2 * sizes.gemm**3 / t["gemm"] / 1e9
-    if 1 in rows:
-        attention, experts, n = theirs.settings
-        kind = " autocast" if theirs.amp else ""
-        how = f"transformers{kind} {attention} {experts} x{n}"
-        ratio, target = t["theirs"] / t["ours"], ">= 2.5" if spread else ">= 1.3"
-        lines += [Line(1, case, speed, "tok/s", tokens / t["theirs"], how, ratio, target, gaps)]
-    rate = flops / t["ours"] / 1e9
-    if 2 in rows and not spread:
-        target = ">= 0.5" if (name, precision) == ("mid", "fp32") else ""
-        more = parts(ours, t["ours"], sizes.repeats)
-        how = f"GEMM {sizes.gemm}; " + ", ".join(f"{k} {1e3 * v:.0f} ms" for k, v in more.items())
-        lines += [Line(2, case, rate, "GFLOP/s", limit, how, rate / limit, target, more)]
-    if 3 in rows:
-        old, forward = (1e6 * t[k] / tokens for k in ("old", "forward"))
-        how = "forward of a train step"
-        lines += [Line(3, case, old, "us/tok", forward, how, old / forward, "<= 1.05")]
-    if 8 in rows and CUDA:
-        from launch.plan import GPUS
-
-        kind = next((g for g in GPUS if g.split("-")[0] in torch.cuda.get_device_name()), None)
-        peak = GPUS[kind].flops / 1e9 if kind and precision == "bf16" else limit
-        lines += [Line(8, case, speed, "tok/s/GPU", rate, "GFLOP/s; MFU", rate / peak)]
-    return lines, theirs
+    attention, experts, n = theirs.settings
+    how = f"transformers{' autocast' * theirs.amp} {attention} {experts} x{n}"
+    ratio, target = speed["ours"] / speed["theirs"], ">= 2.5" if spread else ">= 1.3"
+    line = Line(1, case, speed["ours"], "tok/s", speed["theirs"], how, ratio, target, gaps)
+    return line, theirs
 
 
-# --- rows 4, 5: the engine
+# --- row 2: sampling
 
 
-def engine_rows(acc, sizes: Sizes, folder: Path, rows: set[int]) -> list[Line]:
-    lines = []
-    for name in sizes.models if 5 in rows else sizes.models[:1]:
-        path = make_folder(name, folder / name)
-        P, G, new = sizes.sampling
-        shapes = moe.stored_shapes(moe.MoEConfig.from_pretrained(path))
-        room = {"max_model_len": 2 * PROMPT + new, "max_num_seqs": P * G, "kv_cache_gb": 0.5}
-        plain = rollout.Engine(path, shapes, routes=False, **room)
-        if 4 in rows and name == sizes.models[0]:
-            routed = rollout.Engine(path, shapes, routes=True, **room)
-            lines += sampling(plain, routed, sizes)
-            routed.close()
-        if 5 in rows:
-            lines.append(sync(acc, plain, sizes, name, path))
-        plain.close()
+def engine_rows(sizes: Sizes, folder: Path) -> list[Line]:
+    path = make_folder(sizes.models[0], folder / sizes.models[0])
+    P, G, new = sizes.sampling
+    shapes = moe.stored_shapes(moe.MoEConfig.from_pretrained(path))
+    room = {"max_model_len": 2 * PROMPT + new, "max_num_seqs": P * G, "kv_cache_gb": 0.5}
+    plain = rollout.Engine(path, shapes, routes=False, **room)
+    routed = rollout.Engine(path, shapes, routes=True, **room)
+    lines = sampling(plain, routed, sizes)
+    plain.close()
+    routed.close()
     return lines
 
 
@@ -532,61 +422,12 @@ def sampling(plain, routed, sizes: Sizes) -> list[Line]:
         "logp": ("vLLM with log-probs", ""), "routes": ("vLLM with routes", ""),
     }  # fmt: skip
     return [
-        Line(4, case, speed[name], "tok/s", base, how, speed[name] / base, target)
+        Line(2, case, speed[name], "tok/s", base, how, speed[name] / base, target)
         for name, (case, target) in cases.items()
     ]
 
 
-def sync(acc, engine, sizes: Sizes, name: str, path: Path) -> Line:
-    model = Ours(acc, path, "bf16").model
-    sent = engine.sync(moe.hf_weights(model, engine.dtype))
-    copy = torch.empty(sent[0], dtype=torch.uint8)
-    seconds = by_turns(
-        {
-            "sync": lambda: engine.sync(moe.hf_weights(model, engine.dtype)),
-            "copy": lambda: copy.clone(),
-        },
-        sizes.repeats,
-    )
-    how = f"copying the bytes; {seconds['sync']:.3f} s for {sent[1]} tensors"
-    speeds = [sent[0] / 1e6 / seconds[k] for k in ("sync", "copy")]
-    more = {"seconds": seconds["sync"], "bytes": sent[0]}
-    return Line(5, f"{name} bf16", speeds[0], "MB/s", speeds[1], how, more=more)
-
-
-# --- row 6: a whole step
-
-# Its imports are not this project's, so it is text that the other environment runs.
-TRL_RUN = """
-import json, sys, time
-folder, root, out, P, G, new, steps, bf16 = *sys.argv[1:4], *map(int, sys.argv[4:])
-sys.path.insert(0, root)
-from datasets import Dataset
-from launch.lib.data import addition
-from launch.lib.reward import addition_reward
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
-class Clock(TrainerCallback):
-    times = []
-    def on_step_begin(self, *args, **more): self.begin = time.perf_counter()
-    def on_step_end(self, *args, **more): self.times.append(time.perf_counter() - self.begin)
-
-def grade(completions, answer, **more):
-    return [addition_reward(y, a) for y, a in zip(completions, answer)]
-
-settings = GRPOConfig(
-    output_dir=out, use_cpu=True, bf16=bool(bf16), max_steps=steps, num_generations=G, beta=0.0,
-    per_device_train_batch_size=P * G, max_completion_length=new, learning_rate=1e-6, temperature=1.0,
-    report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
-    gradient_checkpointing=False, optim="adamw_torch_fused", dataloader_pin_memory=False,
-    model_init_kwargs={"dtype": "float32"},
-)
-data = Dataset.from_list(addition(4096, 0))
-trainer = GRPOTrainer(folder, reward_funcs=grade, args=settings, train_dataset=data, callbacks=[Clock()])
-trainer.train()
-print(json.dumps(Clock.times))
-"""
+# --- row 3: a whole step
 
 
 def run(command: list, timeout: float, **env) -> str:
@@ -627,21 +468,21 @@ def step_row(sizes: Sizes, folder: Path, trl: Path | None) -> list[Line]:
     spent = [json.loads(line)["seconds"] for line in logged[1:]]
     ours = statistics.median(sum(s.get(k, 0) for k in phases) for s in spent)
     if trl is None:
-        return [Line(6, case, ours, "s", against="TRL: --no-trl")]
+        return [Line(3, case, ours, "s", against="TRL: --no-trl")]
     try:
         python, seconds = trl_python(trl), {}
         for bf16 in (0, 1):
             ask = [path, ROOT, folder / "trl", P, G, new, steps if bf16 else 2, bf16]
-            printed = run([python, "-c", TRL_RUN, *ask], 300).splitlines()[-1]
+            printed = run([python, "launch/bench_trl.py", *ask], 300).splitlines()[-1]
             seconds[bf16] = statistics.median(json.loads(printed)[1:])
     except (RuntimeError, OSError, ValueError) as error:
-        return [Line(6, case, ours, "s", against=f"TRL could not run: {error}")]
+        return [Line(3, case, ours, "s", against=f"TRL could not run: {error}")]
     best = min(seconds, key=seconds.get)
     how = f"TRL {'bf16' if best else 'fp32'}, its best; transformers samples"
-    return [Line(6, case, ours, "s", seconds[best], how, seconds[best] / ours, ">= 12")]
+    return [Line(3, case, ours, "s", seconds[best], how, seconds[best] / ours, ">= 12")]
 
 
-# --- row 7: growth
+# --- row 4: growth
 
 
 def growth_rows(acc, sizes: Sizes, folder: Path) -> list[Line]:
@@ -654,7 +495,7 @@ def grown(case: str, sizes, values, unit: str, target="") -> Line:
     sizes, values = list(sizes), list(values)
     points = {"sizes": sizes, "values": values}
     how = f"at {sizes[0]}; fitted exponent over {len(sizes)} sizes"
-    return Line(7, case, values[-1], unit, values[0], how, exponent(sizes, values), target, points)
+    return Line(4, case, values[-1], unit, values[0], how, exponent(sizes, values), target, points)
 
 
 def grow(name: str, letter: str, steps: dict, repeats: int, target: str) -> list[Line]:
@@ -781,22 +622,21 @@ def measure(args, folder: Path) -> tuple[list[Line], dict[str, float]]:
     acc = train.start(train.Config())
     trl = None if args.no_trl else args.trl
     sections = (
-        ({1, 2, 3, 8}, lambda: train_rows(acc, sizes, folder, args.rows)),
-        ({7}, lambda: growth_rows(acc, sizes, folder)),
-        ({4, 5}, lambda: engine_rows(acc, sizes, folder, args.rows)),
-        ({6}, lambda: step_row(sizes, folder, trl)),
+        (1, lambda: train_rows(acc, sizes, folder)),
+        (4, lambda: growth_rows(acc, sizes, folder)),
+        (2, lambda: engine_rows(sizes, folder)),
+        (3, lambda: step_row(sizes, folder, trl)),
     )
     lines, others = [], {}
-    for rows, make in sections:
-        if not rows & args.rows:
+    for row, make in sections:
+        if row not in args.rows:
             continue
         meanwhile, begin = Meanwhile(), time.time()
-        found = [line for line in make() if line.row in args.rows]
-        name = ", ".join(str(r) for r in sorted({line.row for line in found}))
-        others[name] = meanwhile.others()
-        spent = f"{time.time() - begin:.0f} s, others used {others[name]:.1%} of the machine"
-        print(f"row {name}: {spent}", flush=True)
-        if others[name] > args.busy or args.load > LOAD * CPUS:
+        found = make()
+        others[row] = meanwhile.others()
+        spent = f"{time.time() - begin:.0f} s, others used {others[row]:.1%} of the machine"
+        print(f"row {row}: {spent}", flush=True)
+        if others[row] > args.busy or args.load > LOAD * CPUS:
             found = [replace(line, ratio=None) for line in found]
         lines += found
     return lines, others
@@ -806,11 +646,11 @@ def parse(argv=None) -> argparse.Namespace:
     results, env = ROOT / "launch" / "results" / "bench.json", ROOT / "runs" / "bench-trl"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rows", default="1,2,3,4,5,6,7,8", help="which, as 1,2,3")
-    add("--models", default="toy,mid", help="of rows 1, 2, 3, 5, 8; the first of rows 4, 6, 7")
+    add("--rows", default="1,2,3,4", help="which, as 1,2,3")
+    add("--models", default="toy,mid", help="of row 1; the first of the others")
     add("--threads", type=int, default=CPUS, help="of torch, in this process")
     add("--busy", type=float, default=0.1, help="share of the machine that others may use")
-    add("--no-trl", action="store_true", help="row 6 without TRL")
+    add("--no-trl", action="store_true", help="row 3 without TRL")
     add("--trl", type=Path, default=env, help="folder of its environment")
     add("--out", type=Path, default=results, help="JSON file")
     add("--smallest", action="store_true", help="a test of this file, no figures")
@@ -842,8 +682,6 @@ def main() -> None:
     print(table(lines))
     if any(o > args.busy for o in others.values()) or args.load > LOAD * CPUS:
         print("the machine was busy: no ratios where others used it. Run again when it is idle.")
-    if 8 in args.rows and not CUDA:
-        print("row 8: there is no GPU here")
     sys.stdout.flush()
     os._exit(0)  # as train.py ends
 

@@ -21,12 +21,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from test_formulation import CASES, first_order
 
-RESULTS = ROOT / "launch" / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def draw_first_order(results: dict, out: Path) -> None:

@@ -26,12 +26,12 @@ def record(tmp_path_factory) -> dict:
 
 
 def test_every_row_has_sound_figures(record):
-    """Rows 1 to 7 are there (8 with a GPU), and no figure is missing, negative, infinite or NaN."""
+    """Rows 1 to 4 are there, and no figure is missing, negative, infinite or NaN."""
     rows = {line["row"] for line in record["lines"]}
-    assert rows == set(range(1, 9 if bench.CUDA else 8)), rows
+    assert rows == {1, 2, 3, 4}, rows
     for line in record["lines"]:
         for figure in (line["ours"], line["other"]):
-            alone = figure is None and line["row"] == 6  # without TRL
+            alone = figure is None and line["row"] == 3  # without TRL
             assert alone or (math.isfinite(figure) and figure > 0), line
         assert line["ratio"] is None or math.isfinite(line["ratio"]), line
     assert record["threads"] == 1 and set(record["others"]) and record["seconds"] > 0
@@ -70,14 +70,9 @@ def test_a_busy_machine_gives_no_ratios(capsys):
 
 
 def test_fitted_exponents():
-    """3 x^2 has exponent 2, a constant 0; model FLOPs of one dense case by hand."""
+    """3 x^2 has exponent 2, a constant 0."""
     assert bench.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
     assert bench.exponent([1, 2, 4], [7, 7, 7]) == pytest.approx(0, abs=1e-12)
-    config = bench.moe.MoEConfig.from_dict(bench.MODELS["tiny"])
-    batch = bench.make_batch(config, 1, 20, False)
-    # a layer: 32 * (2 * 128 + 2 * 64 + 16) = 12,800, and 4 experts of 3 * 32 * 16 = 6,144 in all; the head 32 * 128
-    # on 4 response tokens; attention 2 layers * 128 * 20^2
-    assert bench.step_flops(config, batch) == 6 * (2 * 20 * 18944 + 4 * 4096 + 2 * 128 * 400)
 
 
 def test_readme_quotes_the_recorded_run():
@@ -96,9 +91,8 @@ def test_readme_quotes_the_recorded_run():
             equal, spread = (lines[1, f"{model} {dtype} {kind}"] for kind in ("equal", "spread"))
             cells = [f"{model}, {dtype}", f"{equal['ours']:,.0f}", f"{equal['ratio']:.2f}"]
             cells += [f"{spread['ours']:,.0f}", f"{spread['ratio']:.2f}"]
-            cells += [f"{lines[row, f'{model} {dtype} equal']['ratio']:.2f}" for row in (2, 3)]
             assert f"| {' | '.join(cells)} |" in section, cells
-    others = [lines[4, "generate"]["ratio"], lines[4, "generate, routes"]["ratio"]]
-    step = next(z for z in record["lines"] if z["row"] == 6)
-    for figure in (*others, step["ours"], step["other"], lines[7, "mid step, E 128"]["ratio"]):
+    others = [lines[2, "generate"]["ratio"], lines[2, "generate, routes"]["ratio"]]
+    step = next(z for z in record["lines"] if z["row"] == 3)
+    for figure in (*others, step["ours"], step["other"], lines[4, "mid step, E 128"]["ratio"]):
         assert f" {figure:.2f} " in section.replace("\n", " "), figure
