@@ -19,10 +19,10 @@ The way out is
     J_token(theta)  = E_{x, y~mu_old} [ sum_t pi(y_t)/mu_old(y_t) R(x, y) ]                    Eq. 3
     grad J_token    = E [ sum_t pi(y_t)/mu_old(y_t) R(x, y) grad log pi(y_t) ]                 Eq. 4
 
-Write pi(y_t)/mu_old(y_t) = 1 + d_t. Since prod_t (1 + d_t) = 1 + sum_t d_t + O(d^2), J_token equals
-J_seq to first order in d, up to E_mu[(1 - |y|) R], which does not depend on theta. First order in
-the objective is zeroth order in the gradient: the two gradients are equal at pi = mu_old, and their
-gap grows linearly in d. So everything depends on small d_t, and two independent causes make them
+Write pi(y_t)/mu_old(y_t) = 1 + d_t. Since prod_t (1 + d_t) = 1 + sum_t d_t + O(d^2), J_seq equals
+J_token + E_mu[(1 - |y|) R] to first order in d, and the term that is added does not depend on
+theta. The objectives differ at second order in d, so their gradients differ at first order and are
+equal at pi = mu_old. So everything depends on small d_t, and two independent causes make them
 large:
 
     pi(y_t)/mu_old(y_t) = pi_old(y_t)/mu_old(y_t)  *  pi(y_t)/pi_old(y_t)                      Eq. 5
@@ -30,8 +30,8 @@ large:
                           discrepancy
 
 Engines that agree keep the first factor near 1 (replay.py's R3). Clipping, R2 and R3 keep the
-second near 1. The weight cures neither: Eq. 4 demands it, since mu_old sampled y. With pi/pi_old in
-its place the objective is another one.
+second near 1. The importance weight makes no d_t small: it is part of the gradient, Eq. 4, because
+mu_old sampled y. With pi/pi_old in its place the objective is another one.
 
     MiniRL (Sec. 4.1):  J = E [ sum_t M_t sg[pi(y_t)/mu_old(y_t)] A(x, y) log pi(y_t) ]
         r_t  pi(y_t)/pi_old(y_t)
@@ -40,7 +40,8 @@ its place the objective is another one.
              *sampling*, hence mu_old
         A    R minus the mean reward of the responses to x; no division by the standard deviation
         sg   stop-gradient
-        cap  the weight's upper limit (truncated importance sampling): less variance, some bias
+        eps_low, eps_high, and is_cap, the weight's upper limit (truncated importance sampling):
+             less variance, some bias
 
 There is no division by the response length: Eq. 4 has a sum over tokens. A mean would be another
 objective.
@@ -58,7 +59,7 @@ Stats = dict[str, Tensor]  # 0-d, detached: "tokens" is a count, "..._max" maxim
 
 
 def sequence_weight(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
-    """pi(y|x)/mu_old(y|x), a product over the response tokens: (B, T) x 3 -> (B,) float64, finite.
+    """pi(y|x)/mu_old(y|x), the product over response tokens: three (B, T) -> (B,) float64, finite.
 
     Times R and averaged over samples of mu_old it is J_seq. Its derivative gives Eq. 2.
     """
@@ -67,7 +68,7 @@ def sequence_weight(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_weights(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
-    """sum_t pi(y_t)/mu_old(y_t) over the response tokens: (B, T) x 3 -> (B,) float64, finite.
+    """sum_t pi(y_t)/mu_old(y_t) over the response tokens: three (B, T) -> (B,) float64, finite.
 
     Times R and averaged over samples of mu_old it is J_token. Its derivative gives Eq. 4.
     """
@@ -78,21 +79,22 @@ def token_weights(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
 def first_order_gap(logp: Tensor, logp_rollout: Tensor, mask: Tensor) -> Tensor:
     """|prod_t (1 + d_t) - (1 + sum_t d_t)| of each response, 1 + d_t = pi/mu_old.
 
-    (B, T) x 3 -> (B,) float64. It is what the first-order argument neglects. Computed from expm1,
+    Three (B, T) -> (B,) float64. It is what the first-order argument neglects. Computed from expm1,
     so that tiny d do not cancel, and bounded by about e^700, so that a response of 32,768 tokens
     gives a large number and never a NaN.
     """
     log_weight = _difference(logp, logp_rollout, mask).clamp(-600, 600)
+    d = log_weight.expm1()  # d_t = pi/mu_old - 1
     product = log_weight.sum(-1).clamp(max=700).expm1()  # prod_t (1 + d_t) - 1, Eq. 1
-    return (product - log_weight.expm1().sum(-1)).abs()  # minus sum_t d_t, Eq. 3
+    return (product - d.sum(-1)).abs()  # minus sum_t d_t, Eq. 3
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std_norm: bool = False) -> Tensor:
     """A = R - mean of R over the responses with the same id.
 
-    rewards (B,), group_ids (B,) int -> (B,) in the dtype of rewards. std_norm divides by the
-    group's (population) standard deviation, as GRPO does. A group whose rewards are all equal gets
-    exactly 0 either way.
+    rewards (B,), group_ids (B,) int -> (B,) in the dtype of rewards (fp32 for ints). std_norm
+    divides by the group's (population) standard deviation, as GRPO does. A group whose rewards are
+    all equal gets exactly 0 either way.
     """
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     rewards = rewards.double()
@@ -135,11 +137,11 @@ def minirl_loss(
     """
     logp, logp_old, logp_rollout = _zero_masked(mask, logp, logp_old, logp_rollout)
 
-    # Both factors of Eq. 5, as constants (sg).
-    discrepancy = (logp_old - logp_rollout).detach()
-    staleness = (logp - logp_old).detach()
-    r = staleness.exp()  # r_t = pi / pi_old
-    weight = (discrepancy + staleness).exp()  # sg[pi / mu_old], Eq. 5
+    # The logs of both factors of Eq. 5, as constants (sg).
+    log_discrepancy = (logp_old - logp_rollout).detach()
+    log_staleness = (logp - logp_old).detach()
+    r = log_staleness.exp()  # r_t = pi / pi_old
+    weight = (log_discrepancy + log_staleness).exp()  # sg[pi / mu_old], Eq. 5
 
     too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
     keep = ~(too_high | too_low) if clip else torch.ones_like(mask)  # M_t
@@ -165,8 +167,8 @@ def grpo_loss(
     r = (logp - logp_old).exp()  # r_t with its gradient
     weight = (logp - logp_rollout).detach().exp()
 
-    clipped = r.clamp(1 - eps_low, 1 + eps_high)
-    per_token = torch.minimum(r * adv[:, None], clipped * adv[:, None]) * mask
+    clamped = r.clamp(1 - eps_low, 1 + eps_high)
+    per_token = torch.minimum(r * adv[:, None], clamped * adv[:, None]) * mask
     per_response = per_token.sum(-1) / mask.sum(-1).clamp(min=1)
     too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
     return -per_response.sum() / denom, _stats(r, weight, too_high, too_low, mask, is_cap)
@@ -184,10 +186,9 @@ def cispo_loss(
     r = (logp - logp_old).detach().exp()  # r_t
     weight = (logp - logp_rollout).detach().exp()
 
-    clipped = r.clamp(1 - eps_low, 1 + eps_high)
-    loss = -(clipped * adv[:, None] * logp).sum() / denom
+    per_token = r.clamp(1 - eps_low, 1 + eps_high) * adv[:, None] * logp
     too_high, too_low = _clipped(r, adv, mask, eps_low, eps_high)
-    return loss, _stats(r, weight, too_high, too_low, mask, is_cap)
+    return -per_token.sum() / denom, _stats(r, weight, too_high, too_low, mask, is_cap)
 
 
 # name -> (objective, what its `denom` counts over the whole mini-batch, std_norm of advantages).
@@ -218,7 +219,7 @@ def kl_rollout_train(
 def discrepancy_stats(
     logp_old: Tensor, logp_rollout: Tensor, entropy: Tensor, mask: Tensor
 ) -> Stats:
-    """The first factor of Eq. 5 and the entropy of pi, as Stats."""
+    """How far the first factor of Eq. 5 is from 1, and the entropy of pi, as Stats."""
     difference = _difference(logp_old, logp_rollout, mask).abs()
     tokens = mask.sum().double()
     return {
@@ -257,7 +258,7 @@ def _difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
 
 
 def _clipped(r: Tensor, adv: Tensor, mask: Tensor, eps_low: float, eps_high: float):
-    """Tokens that training has moved past the trust region, to where A pushes: two (B, T) bool."""
+    """Tokens outside the trust region, on the side to which A pushes them: two (B, T) bool."""
     too_high = (adv[:, None] > 0) & (r > 1 + eps_high) & mask
     too_low = (adv[:, None] < 0) & (r < 1 - eps_low) & mask
     return too_high, too_low
@@ -265,6 +266,7 @@ def _clipped(r: Tensor, adv: Tensor, mask: Tensor, eps_low: float, eps_high: flo
 
 @torch.no_grad()
 def _stats(r, weight, too_high, too_low, mask, is_cap) -> Stats:
+    """What would be clipped and capped, whether the objective does so or not."""
     tokens = mask.sum().double()
 
     def mean(values: Tensor) -> Tensor:

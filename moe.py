@@ -11,8 +11,8 @@ The choice e is discrete: a rounding error in x can swap an expert, and then the
 jumps. The gates g are smooth. Replay fixes e alone. g always comes from the live p, so the router
 keeps its gradient (paper, Sec. 3).
 
-Letters: B sequences, T positions, S tokens of all sequences without padding, D width, L layers,
-E experts, K experts per token, F width of an expert, V vocabulary.
+Letters: B sequences, T positions, S tokens of all sequences without padding, D width, H heads,
+L layers, E experts, K experts per token, F width of an expert, V vocabulary.
 
 Sequences run packed: padding is dropped first, so it costs nothing and reaches nothing. Attention
 sees one sequence at a time, everything else S tokens. One sort by expert makes each expert's tokens
@@ -351,8 +351,9 @@ class MoETransformer(nn.Module):
         `live` the second result is the router's choice instead; what the router saw, and the hidden
         states, still come from the experts used.
 
-        Experts are an argument, so that a layer that is recomputed in backward sees those of its
-        own micro-batch. With `lengths` on the host nothing here waits for a GPU.
+        Experts are an argument, not a state of the module, so that a layer that is recomputed in
+        backward sees those of its own micro-batch. With `lengths` on the host nothing here waits
+        for a GPU.
         """
         B, T = tokens.shape
         L = len(self.layers)
@@ -384,8 +385,8 @@ class MoETransformer(nn.Module):
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature=1.0) -> tuple[Tensor, Tensor]:
         """hidden (..., D), targets (...) int -> log-probs of targets and entropies (nats), (...).
 
-        Both are at least fp32, and of softmax(logits / temperature), as vLLM reports them. Logits
-        exist a chunk of tokens at a time and, unless there is one chunk, are recomputed in
+        Both are at least fp32, and of softmax(logits / temperature), as vLLM's without top_p.
+        Logits exist a chunk of tokens at a time and, unless there is one chunk, are recomputed in
         backward. The entropy carries no gradient.
         """
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
@@ -401,7 +402,8 @@ class MoETransformer(nn.Module):
             logp.append(chunk_logp)
             entropy.append(chunk_entropy)
         logp = torch.cat(logp).view(targets.shape)
-        return logp.clone(), torch.cat(entropy).view(targets.shape)  # FSDP warns of views
+        # clone: FSDP warns if an output is a view.
+        return logp.clone(), torch.cat(entropy).view(targets.shape)
 
 
 def head_logprobs(h: Tensor, targets: Tensor, weight: Tensor, temperature: float):

@@ -8,7 +8,9 @@ With routing, both factors of Eq. 5 carry the experts e along (paper, Sec. 3):
 
     e_mu        experts_mu    chosen by the router inside vLLM while sampling
     e_pi_old    experts_old   chosen by the router in the training engine, weights theta_old
-    e_pi        experts       chosen by the router in the training engine, weights theta
+    e_pi        chosen        chosen by the router in the training engine, weights theta
+
+`experts`, an argument, is what a pass is made to use: one of these, or None, the router's choice.
 
 log pi is smooth in the weights and in rounding errors only while the experts stay the same. A top-K
 choice is a step function: an error of 1e-3 in a router logit can swap one expert, and the token's
@@ -20,8 +22,8 @@ not small, and J_token does not approximate J_seq. Replay computes log-probs und
 
 R3 must be in both passes. With pi under e_mu but pi_old under the router's own experts, pi/pi_old
 is not 1 even at theta = theta_old: the mask cuts tokens whose experts flipped, as if training had
-moved them, and KL[mu||pi_old] shows no repair. (MiniRL's weight is right all the same: pi_old
-cancels in it. So is a step's first mini-batch, where train.update takes pi itself for pi_old.)
+moved them, and KL[mu||pi_old] shows no repair. (The weight pi/mu_old does not contain pi_old. A
+step's first mini-batch is safe too, since pi_old is pi there.)
 
 Gates always come from the live router logits (moe.py), so the router still learns. The price is a
 bias: the policy that is optimized is the replayed one (paper, Table 1):
@@ -53,7 +55,7 @@ def experts_for_pi_old(mode: str, experts_mu: Tensor | None) -> Tensor | None:
     e_mu for R3, else None: the router's own, e_pi_old. A step's first mini-batch needs no such
     pass, since its pi is pi_old.
     """
-    return experts_mu if mode == "R3" else None  # Eq. 5, its first factor
+    return experts_mu if mode == "R3" else None  # Eq. 5, pi_old of both factors
 
 
 def experts_for_pi(mode: str, experts_mu: Tensor | None, experts_old: Tensor | None):
@@ -61,7 +63,7 @@ def experts_for_pi(mode: str, experts_mu: Tensor | None, experts_old: Tensor | N
 
     In a step's first mini-batch R2 has no e_pi_old yet, and needs none: there e_pi is e_pi_old.
     """
-    return {"R3": experts_mu, "R2": experts_old, "none": None}[mode]  # Eq. 5, its second factor
+    return {"R3": experts_mu, "R2": experts_old, "none": None}[mode]  # Eq. 5, pi
 
 
 def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] = ()) -> Tensor:
@@ -84,7 +86,7 @@ def align_routes(routed: np.ndarray, length: int, dense_layers: tuple[int, ...] 
 def align_and_check(
     routes: list[np.ndarray | None], lengths: list[int], num_experts: int, dense_layers=()
 ) -> tuple[list[Tensor | None], str]:
-    """experts_mu of each response, None if its record is missing or unsound; and the last reason."""
+    """experts_mu of each response, None if its record is missing or unsound; the last reason."""
     aligned, why = [], ""
     for record, length in zip(routes, lengths, strict=True):
         try:
@@ -101,6 +103,8 @@ def align_and_check(
 
 def check_routes(experts: Tensor, num_experts: int) -> None:
     """Raises ValueError unless every row of (..., K) is K different ids in 0 .. E - 1, or all -1.
+
+    A row of -1 means that nothing was recorded there, and is never vLLM's own.
 
     A row that vLLM never wrote is all zeros: K equal ids, found as a repetition. (For K = 1 that is
     also a choice of expert 0, so a record that is zero everywhere is refused.)

@@ -68,25 +68,26 @@ class Rollout:
         return Rollout(**values)
 
     def cut(self, rows: Sequence[int], limit: int) -> list[list[int]]:
-        """Rows, longest first, in groups of up to `limit` tokens (or of one row)."""
-        groups, used = [], limit
+        """Rows, longest first, cut into pieces of up to `limit` tokens (or of one row)."""
+        pieces = []
+        used = 0
         for row in sorted(rows, key=lambda b: -len(self.tokens[b])):
             length = len(self.tokens[row])
-            if used + length > limit:
-                groups.append([])
+            if not pieces or used + length > limit:
+                pieces.append([])
                 used = 0
-            groups[-1].append(row)
+            pieces[-1].append(row)
             used += length
-        return groups
+        return pieces
 
     def pad(self, rows: Sequence[int]) -> "MicroBatch":
         """These rows, padded to the longest, on the host; needs `adv`."""
         tokens, mask, logp = [], [], []
         for b in rows:
-            prompt = int(self.prompt_lens[b])
+            prompt_len = int(self.prompt_lens[b])
             tokens.append(torch.from_numpy(self.tokens[b]).long())
-            mask.append(torch.arange(len(self.tokens[b])) >= prompt)
-            logp.append(torch.from_numpy(np.pad(self.logp_rollout[b], (prompt, 0))))
+            mask.append(torch.arange(len(self.tokens[b])) >= prompt_len)
+            logp.append(torch.from_numpy(np.pad(self.logp_rollout[b], (prompt_len, 0))))
         experts = [self.experts_mu[b] for b in rows] if self.experts_mu else None
 
         padded = partial(pad_sequence, batch_first=True)
@@ -116,13 +117,13 @@ class MicroBatch:
     experts_mu: torch.Tensor | None = None  # e_mu, if it is recorded
     # What theta_old says, once it is known:
     logp_old: torch.Tensor | None = None  # (B, T) fp32, log pi_old
-    experts_old: torch.Tensor | None = None  # e_pi_old, the router's; R2 replays it, R3 counts it
+    experts_old: torch.Tensor | None = None  # e_pi_old; R2 replays it, metrics compare it to e_mu
 
     @classmethod
     def empty(cls) -> "MicroBatch":
         """One token and no response, for a rank that joins the others' pass without a row."""
-        one = torch.zeros(1, 1)
-        return cls(one.long(), torch.ones(1, dtype=torch.long), one.bool(), one, one[0])
+        zero = torch.zeros(1, 1)
+        return cls(zero.long(), torch.ones(1, dtype=torch.long), zero.bool(), zero, zero[0])
 
     def to(self, device: torch.device) -> "MicroBatch":
         moved = {}
@@ -149,8 +150,8 @@ def round_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def start_vllm(model_dir: str | Path, **arguments):
-    """LLM(...), without what it does on a CPU to the process: it turns torch.set_num_threads into a
-    no-op and overwrites LOCAL_WORLD_SIZE. It also reseeds every random generator."""
+    """LLM(...), with two of its side effects undone: on a CPU it turns torch.set_num_threads into a
+    no-op and overwrites LOCAL_WORLD_SIZE. A third, reseeding all random generators, is not."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # sync hands over a generator as it is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -269,7 +270,7 @@ class Engine:
             self.stale = "the engine has no weights yet: sync first"
 
         arguments = device_arguments(dtype, max_model_len, gpu_memory, kv_cache_gb)
-        tokens = max_num_seqs * (max_model_len + 16) // tensor_parallel  # and a block for each
+        tokens = max_num_seqs * (max_model_len + 16) // tensor_parallel  # 16: a spare block each
         cache = small_cache(shapes, self.dtype.itemsize, tokens)
         if cuda and cache:
             arguments["kv_cache_memory_bytes"] = cache
@@ -329,7 +330,8 @@ class Engine:
             if name not in missing:
                 why = "was sent twice" if name in self.shapes else "is not in the model folder"
                 raise RuntimeError(f"weight sync: {name} {why}")
-            shape, stored = tuple(tensor.shape), missing.pop(name)
+            shape = tuple(tensor.shape)
+            stored = missing.pop(name)
             if shape != stored:
                 raise RuntimeError(f"weight sync: {name} has shape {shape}, not {stored}")
             # Always a copy: vLLM keeps the tensors of a layer until the layer is complete.
@@ -375,9 +377,9 @@ class Engine:
         settings |= {"logprobs": 0, "flat_logprobs": True}  # the sampled tokens' alone
         params = [SamplingParams(**settings, seed=first_seed + i * group_size) for i in ids]
 
-        # vLLM admits by what a prompt takes now, and throws out what has grown too much to keep, to
-        # compute it again. Not more at once than the cache holds with a quarter of the longest
-        # response: what a running one has on the average, if lengths spread evenly up to it.
+        # vLLM admits a request if its prompt fits now. When the cache is full, it drops requests
+        # and computes them again. So admit no more at once than the cache holds with a quarter of
+        # the longest response each.
         fit = self.cache_tokens // (longest - max_new_tokens + max_new_tokens // 4)
         self.scheduler.max_num_running_reqs = min(self.max_num_seqs, max(fit, 1))
         bar = self.progress and partial(tqdm, leave=False)
@@ -387,10 +389,10 @@ class Engine:
         rows = [(output.prompt_token_ids, a) for output in outputs for a in output.outputs]
         assert len(rows) == len(ids) * group_size, f"{len(rows)} responses to {len(ids)} prompts"
         return Rollout(
-            tokens=[np.array([*prompt, *a.token_ids], np.int32) for prompt, a in rows],
+            tokens=[np.array([*prompt, *a.token_ids], np.int32) for prompt, a in rows],  # x, y
             prompt_lens=np.array([len(prompt) for prompt, _ in rows], np.int32),
-            logp_rollout=[sampled_logp(a) for _, a in rows],
-            routes=[a.routed_experts for _, a in rows],
+            logp_rollout=[sampled_logp(a) for _, a in rows],  # log mu_old
+            routes=[a.routed_experts for _, a in rows],  # e_mu, as vLLM records it
             truncated=np.array([a.finish_reason == "length" for _, a in rows], bool),
             group_ids=np.repeat(np.array(ids, np.int32), group_size),
             texts=[self.tokenizer.decode(a.token_ids, skip_special_tokens=True) for _, a in rows],
@@ -405,7 +407,7 @@ class Engine:
         self.stale = "sleep() dropped the engine's weights: sync first"
 
     def wake(self) -> None:
-        """Maps the weights' memory, which torch's cache must give back first. sync() does the rest."""
+        """Maps the weights' memory, which torch's cache gives back first. sync() does the rest."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.llm.wake_up(["weights"])  # read against vLLM 0.30.0

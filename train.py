@@ -3,11 +3,14 @@
     each step   sync      theta -> theta_old: the weights stream into vLLM          Engine.sync
                 sample    G responses to each of P prompts, log mu_old, e_mu, R     sample
                 sleep     the engine makes room                                     Engine.sleep
+                check     responses without sound log-probs or routes are dropped   sound_responses
                 adv       A = R - mean of the group                                 advantages
+                split     N mini-batches, cut into micro-batches                    split
                 old       log pi_old and e_pi_old, unless pi still is pi_old        old_logprobs
                 update    N times: log pi under replayed experts, MiniRL, AdamW     update
+                evaluate  if it is due                                              evaluate
                 log       a line, metrics.jsonl, samples.jsonl                      summarize
-                evaluate  if due; save a checkpoint, if due or a signal asks        evaluate
+                save      a checkpoint, if it is due or a signal asks for it        checkpoint.save
 
 It is the same path on one rank as on many. Accelerate's FSDP2 shards each decoder layer; masters
 and Adam moments are fp32, compute is --precision. Each group of --rollout-tp ranks runs one engine,
@@ -370,7 +373,7 @@ def sample(engine, examples: list[dict], k: int, seed, c: Config, layout: Layout
     """
     share = layout.prompts(len(examples))
     batch = engine.generate(
-        [examples[i]["tokens"] for i in share],
+        [examples[i]["tokens"] for i in share],  # x
         k,
         max_new_tokens=c.max_new_tokens,
         temperature=c.temperature,
@@ -397,7 +400,7 @@ def sound_responses(batch: rollout.Rollout, config: moe.MoEConfig, c: Config, la
         experts_mu, unsound = replay.align_and_check(
             batch.routes, lengths, config.num_experts, config.dense_layers
         )
-        batch = replace(batch, experts_mu=experts_mu)
+        batch = replace(batch, experts_mu=experts_mu)  # e_mu
         sound = [ok and experts is not None for ok, experts in zip(sound, experts_mu, strict=True)]
         why = unsound or why
     if not sum(gather_object([sum(sound)])):
@@ -406,7 +409,7 @@ def sound_responses(batch: rollout.Rollout, config: moe.MoEConfig, c: Config, la
 
 
 def advantages(batch: rollout.Rollout, c: Config, acc: Accelerator) -> rollout.Rollout:
-    """The record with A, from the rewards of each group on whichever rank they are."""
+    """The record with A. The responses of a group may be spread over several ranks."""
     ours = list(zip(batch.group_ids.tolist(), batch.rewards.tolist(), strict=True))
     by_rank = gather_object([ours])
     everyone = torch.tensor(sum(by_rank, []), dtype=torch.float64)  # (all responses, 2)
@@ -441,13 +444,12 @@ def split(batch: rollout.Rollout, c: Config) -> list[MiniBatch]:
     minibatches = []
     for n in range(c.minibatches):
         rows = np.flatnonzero(batch.group_ids % c.minibatches == n).tolist()
-        groups = batch.cut(rows, c.micro_batch_tokens)
-        tokens = sum(len(batch.logp_rollout[b]) for b in rows)
-        sizes = gather_object([(len(rows), tokens, len(groups))])  # of all ranks
-        responses, tokens, passes = zip(*sizes, strict=True)
+        micro_batches = [batch.pad(piece) for piece in batch.cut(rows, c.micro_batch_tokens)]
+        response_tokens = sum(len(batch.logp_rollout[b]) for b in rows)
+        sizes = gather_object([(len(rows), response_tokens, len(micro_batches))])
+        responses, tokens, passes = zip(*sizes, strict=True)  # each of all ranks
 
-        micro_batches = [batch.pad(group) for group in groups]
-        for _ in range(max(passes) - len(groups)):
+        for _ in range(max(passes) - len(micro_batches)):
             micro_batches.append(rollout.MicroBatch.empty())
         minibatches.append(MiniBatch(micro_batches, sum(responses), sum(tokens)))
     return minibatches
@@ -461,22 +463,26 @@ def logprobs(model, micro: rollout.MicroBatch, experts: Tensor | None, c: Config
     """
     hidden, chosen = model(micro.tokens, micro.lengths, experts, live=True)
     is_response = micro.mask[:, 1:]  # (B, T - 1)
-    inputs = hidden[:, :-1][is_response]  # (response tokens, D)
+    hidden = hidden[:, :-1][is_response]  # (response tokens, D)
     targets = micro.tokens[:, 1:][is_response]
-    logp, entropy = model.logprobs(inputs, targets, c.temperature)
+    logp, entropy = model.logprobs(hidden, targets, c.temperature)
     zeros = torch.zeros(micro.mask.shape, device=hidden.device)
     return zeros.masked_scatter(micro.mask, logp), zeros.masked_scatter(micro.mask, entropy), chosen
 
 
 @torch.no_grad()
 def old_logprobs(model, minibatches: list[MiniBatch], c: Config, acc: Accelerator) -> None:
-    """log pi_old and e_pi_old of these mini-batches: the weights that sampled, as trained."""
+    """log pi_old and e_pi_old of these mini-batches, by theta_old in the training engine.
+
+    Under R3 e_pi_old is the router's choice on hidden states that e_mu produced.
+    """
     every = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
     for micro in log.progress(every, "old", acc):
         on_device = micro.to(acc.device)  # a copy; what it finds is kept on the host
         experts = replay.experts_for_pi_old(c.replay, on_device.experts_mu)
         logp, _, chosen = logprobs(model, on_device, experts, c)
-        micro.logp_old, micro.experts_old = logp.cpu(), chosen.cpu()
+        micro.logp_old = logp.cpu()  # log pi_old
+        micro.experts_old = chosen.cpu()  # e_pi_old
 
 
 def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) -> None:
@@ -488,8 +494,8 @@ def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) 
     for micro in log.progress(minibatch.micro_batches, "update", acc):
         micro = micro.to(acc.device)
         experts = replay.experts_for_pi(c.replay, micro.experts_mu, micro.experts_old)
-        logp, entropy, chosen = logprobs(model, micro, experts, c)
-        if micro.logp_old is None:  # the first mini-batch
+        logp, entropy, chosen = logprobs(model, micro, experts, c)  # log pi; chosen is e_pi
+        if micro.logp_old is None:  # the first mini-batch: pi is pi_old, e_pi is e_pi_old
             micro.logp_old, micro.experts_old = logp.detach(), chosen
 
         if c.objective == "minirl":
@@ -514,7 +520,8 @@ def update(model, optimizer, minibatch: MiniBatch, c: Config, acc: Accelerator) 
             denom = getattr(minibatch, denom_name)
             value, stats = objective(*policies, micro.adv, micro.mask, denom=denom, **trust)
 
-        # FSDP averages gradients over ranks; denom counts all of them already, so undo the average.
+        # FSDP averages gradients over ranks. denom counts the responses of all ranks already, so
+        # undo the average.
         (value * acc.num_processes).backward()
         minibatch.loss += float(value.detach())
         minibatch.measured.append(measure(micro, logp.detach(), entropy, stats))
@@ -573,28 +580,32 @@ def summarize(
     lengths = [len(logp) for logp in batch.logp_rollout]
     tokens = [len(row) for row in batch.tokens]
     columns = [batch.group_ids, batch.rewards, batch.adv, batch.truncated, lengths, tokens]
-    updates = [(m.loss, m.grad_norm, m.measured) for m in minibatches]
-    by_rank = gather_object([(np.array(columns, float), updates, dropped)])
+    ours = {"columns": np.array(columns, float), "dropped": dropped}
+    ours["losses"] = [minibatch.loss for minibatch in minibatches]
+    ours["measured"] = sum((minibatch.measured for minibatch in minibatches), [])
+    by_rank = gather_object([ours])
 
-    columns, updates, dropped = zip(*by_rank, strict=True)
-    group, rewards, adv, truncated, lengths, tokens = np.concatenate(columns, axis=1)
-    losses, norms, measured = zip(*sum(updates, []), strict=True)
-    measured = sum(measured, [])
-    stats = loss.merge_stats([m["stats"] for m in measured])
-    gaps = sum((m["gaps"] for m in measured), [])
-    counts = {k: sum(m["agreement"][k] for m in measured) for k in measured[0]["agreement"]}
+    everyone = np.concatenate([rank["columns"] for rank in by_rank], axis=1)
+    group, rewards, adv, truncated, lengths, tokens = everyone
+    measured = sum((rank["measured"] for rank in by_rank), [])
+    stats = loss.merge_stats([micro["stats"] for micro in measured])
+    gaps = sum((micro["gaps"] for micro in measured), [])
+    norms = [minibatch.grad_norm for minibatch in minibatches]
+    counts = {}
+    for name in ("same", "known", "flipped", "tokens"):
+        counts[name] = sum(micro["agreement"][name] for micro in measured)
 
     row = {"reward_mean": rewards.mean(), "reward_std": rewards.std()}
     row |= {"length_mean": lengths.mean(), "truncated_frac": truncated.mean()}
     row["zero_adv_group_frac"] = 1 - len(set(group[adv != 0])) / len(set(group))
-    row["dropped_responses"] = sum(dropped)
+    row["dropped_responses"] = sum(rank["dropped"] for rank in by_rank)
     row["skipped_updates"] = sum(bool(m.skipped) for m in minibatches)
     row |= {name: float(value) for name, value in stats.items() if name != "tokens"}
     row |= {"first_order_gap": float(np.median(gaps)), "first_order_gap_max": max(gaps)}
     row["routing_agreement"] = (counts["same"] / counts["known"]).tolist()
     row["routing_flip_frac"] = float(counts["flipped"] / counts["tokens"])
     row["grad_norm"] = float(np.nanmean(norms)) if np.isfinite(norms).any() else math.nan
-    row["loss"] = sum(losses) / c.minibatches
+    row["loss"] = sum(sum(rank["losses"]) for rank in by_rank) / c.minibatches
     row["lr"] = math.nan if minibatches[-1].skipped else c.lr
     return row | {"rollout_tokens": int(lengths.sum()), "train_tokens": int(tokens.sum())}
 
@@ -602,16 +613,17 @@ def summarize(
 def main() -> None:
     try:
         c = Config.from_flags()
-        prepared = prepare(c)
+        config, data, held_out, folder = prepare(c)
     except ValueError as error:
         flags.fail(error)
-    if checkpoint.finished(Path(c.out), prepared[3], c.steps):
-        return print(f"{c.out}: has run its --steps {c.steps} already")
+    if checkpoint.finished(Path(c.out), folder, c.steps):
+        print(f"{c.out}: has run its --steps {c.steps} already")
+        return
 
     code = 1
     try:
         acc = start(c)
-        code = train(c, acc, *prepared)
+        code = train(c, acc, config, data, held_out, folder)
         acc.wait_for_everyone()
         acc.end_training()  # trackers, process group
     except KeyboardInterrupt:  # before the first step: nothing is lost

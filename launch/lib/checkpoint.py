@@ -52,7 +52,7 @@ class Signals:
             os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())
 
     def asked(self) -> int:
-        """The signal's number on every rank as soon as one rank has got it, else 0. A collective."""
+        """The signal's number on every rank once one rank has got it, else 0. A collective."""
         return max(gather_object([self.received]))
 
 
@@ -161,7 +161,7 @@ def replacing(final: Path, acc: Accelerator) -> Iterator[Path]:
 
 
 def training_state(model, optimizer) -> dict[str, Tensor]:
-    """What updates change, by name: weights and Adam's moments, of which each rank holds its rows."""
+    """What updates change, by name: weights and Adam's moments, each rank's own rows."""
     state = {}
     for name, p in model.named_parameters():
         state[f"weight.{name}"] = p.detach()

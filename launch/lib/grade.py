@@ -20,7 +20,7 @@ GRADING = threading.Lock()
 
 
 def final_answer(response: str) -> str | None:
-    r"""The content of the last \boxed{...}, None if it never closes; without a box the last number."""
+    r"""The content of the last \boxed{...}, None if it never closes; without one, a number."""
     response = response.replace("\u2212", "-")
     boxes = list(BOX.finditer(response))
     if not boxes:
@@ -45,7 +45,7 @@ def gold(answer: object) -> str:
 def plain(text: str) -> str:
     """The same answer in words that math-verify reads.
 
-    No final period, no LaTeX space between thousands, no Unicode minus; 2 1/2 and 1.2e3 written out.
+    No final period, no space between thousands, no Unicode minus; 2 1/2 and 1.2e3 written out.
     """
     text = text.strip().strip("$").replace("\u2212", "-").removesuffix(".").strip()
     text = re.sub(r"(?<=\d)(?:\\[, !;:]|~)(?=\d{3}(?!\d))", "", text)

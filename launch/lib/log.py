@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Watch:
-    """Judges each step's metrics, before a checkpoint is written. Stopped if they are beyond repair.
+    """Judges each step's metrics, before a checkpoint is written; raises Stopped.
 
     An engine whose weights are stale or half-loaded samples from another policy than the one that
     is trained. Log-probs are then nats apart: KL[mu || pi_old] (k3) is above 1 nat a token, or

@@ -1,6 +1,6 @@
 r"""R(x, y): the rule of the built-in task, math-verify, or a function of yours.
 
-    --reward path/to/file.py:function        def function(prompt, response, answer, example) -> float
+    --reward path/to/file.py:function       def function(prompt, response, answer, example) -> float
 
 prompt, response and answer are text; example is the whole row of the data file. The file runs when
 the flag names it, and only then. It may import what lies beside it. If the function raises, or
