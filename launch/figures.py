@@ -245,32 +245,6 @@ def rows(results: dict) -> list[str]:
     return lines
 
 
-def foretold(runs: list[dict], points: int = 3) -> dict[str, float]:
-    """Runs that halve after the first `points` and those that never do; and how often KL and first-order gap tell them
-    apart by then: the share of pairs of one and the other in which the former's mean is the larger (0.5: chance)."""
-    halves = [(r, halves_at(r)) for r in runs]
-    later = [r for r, at in halves if at is not None and at >= points]
-    never = [r for r, at in halves if at is None]
-
-    def early(r: dict, metric: str) -> float:
-        return np.mean(known(r["series"][metric][:points]))
-
-    found = {"later": len(later), "never": len(never)}
-    for name, metric in (("kl", "kl_rollout_train_k3"), ("gap", "first_order_gap")):
-        wins = [early(a, metric) > early(b, metric) for a in later for b in never]
-        found[name] = float(np.mean(wins)) if wins else float("nan")
-    return found
-
-
-OMENS = "| figure | runs that halve later | that never do | told apart by KL | by first-order gap |"
-
-
-def omens(results: dict) -> str:
-    """What foretells that a run of this figure halves: a row of Markdown, as launch/results/README.md has it."""
-    z = foretold(results["runs"])
-    return f"| {results['figure']} | {z['later']} | {z['never']} | {z['kl']:.2f} | {z['gap']:.2f} |"
-
-
 def draw(results: dict, out: Path) -> None:
     """Rows: metrics; a line a recipe, the mean over seeds, in the range over seeds."""
     figure, axes = plt.subplots(len(ROWS), 1, figsize=(7, 2.1 * len(ROWS)), sharex=True)
@@ -310,7 +284,7 @@ def main() -> None:
         results = make(figure, args.budget, args.jobs, args.out)
         draw(results, args.out / f"figure_{figure}.png")
         about = f"{results['title']}, {results['updates']} updates a run"
-        print("", about, HEAD, *rows(results), "", OMENS, omens(results), sep="\n")
+        print("", about, HEAD, *rows(results), sep="\n")
 
 
 if __name__ == "__main__":

@@ -305,43 +305,8 @@ def test_final_answer_by_hand(response, final):
     assert reward.math_reward(response, final or "3") == float(final is not None)
 
 
-# kind -> (response, answer, is it right). Decided by hand, not by what the grader says: 50\% is 50, of percent, and 0.5.
+# kind -> (response, answer, is it right), decided by hand: what this project reads before math-verify does.
 PAIRS = {
-    "fractions": [
-        (r"\boxed{\frac{3}{4}}", "3/4", 1),
-        (r"\boxed{3/4}", r"\frac{3}{4}", 1),
-        (r"\boxed{\frac{6}{8}}", r"\frac{3}{4}", 1),
-        (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}", 0),
-        (r"\boxed{-\frac{1}{2}}", r"\frac{-1}{2}", 1),
-    ],
-    r"\dfrac, \tfrac": [
-        (r"\boxed{\dfrac{3}{4}}", r"\frac{3}{4}", 1),
-        (r"\boxed{\tfrac{3}{4}}", "0.75", 1),
-        (r"\boxed{\frac34}", r"\dfrac{3}{4}", 1),
-    ],
-    "decimals": [
-        (r"\boxed{0.750}", "0.75", 1),
-        (r"\boxed{.5}", "0.5", 1),
-        (r"\boxed{72.0}", "72", 1),
-        (r"\boxed{0.333}", r"\frac{1}{3}", 0),
-        (r"\boxed{3.14}", r"\pi", 0),
-    ],
-    "percent": [
-        (r"\boxed{50\%}", r"50\%", 1),
-        (r"\boxed{50\%}", "50", 1),
-        (r"\boxed{50\%}", "0.5", 1),
-        (r"\boxed{50\%}", "5", 0),
-        (r"\boxed{50%}", r"50\%", 1),
-    ],
-    "units": [
-        (r"\boxed{5\text{ cm}}", "5", 1),
-        (r"\boxed{5 \mathrm{~cm}}", "5", 1),
-        (r"\boxed{5}", r"5\text{ cm}", 1),
-        (r"\boxed{6\text{ cm}}", r"5\text{ cm}", 0),
-        (r"\boxed{60^\circ}", "60", 1),
-        (r"\boxed{\$18}", "18", 1),
-        (r"\boxed{\$18.00}", "18", 1),
-    ],
     "commas": [
         (r"\boxed{1,234}", "1234", 1),
         (r"\boxed{1{,}234}", "1234", 1),
@@ -350,27 +315,6 @@ PAIRS = {
         (r"\boxed{12,345}", "12346", 0),
         (r"\boxed{10\,000}", "10000", 1),
         (r"\boxed{10\ 000}", "10000", 1),
-    ],
-    "sets": [
-        (r"\boxed{\{1,2,3\}}", r"\{1,2,3\}", 1),
-        (r"\boxed{\{3,1,2\}}", r"\{1,2,3\}", 1),
-        (r"\boxed{\{1,2\}}", r"\{1,2,3\}", 0),
-        (r"\boxed{\left\{1,2\right\}}", r"\{2,1\}", 1),
-        (r"\boxed{1,2}", "2,1", 1),
-    ],
-    "intervals": [
-        (r"\boxed{(0,1]}", "(0,1]", 1),
-        (r"\boxed{(0,1)}", "(0,1]", 0),
-        (r"\boxed{\left(-\infty,2\right]}", r"(-\infty,2]", 1),
-        (r"\boxed{[0,1]}", "(0,1)", 0),
-        (r"\boxed{(-\infty,0)\cup(1,\infty)}", r"(-\infty,0)\cup(1,\infty)", 1),
-        (r"\boxed{(1,\infty)\cup(-\infty,0)}", r"(-\infty,0)\cup(1,\infty)", 1),
-    ],
-    "pairs": [
-        (r"\boxed{(3,4)}", "(3,4)", 1),
-        (r"\boxed{(4,3)}", "(3,4)", 0),
-        (r"\boxed{\left(\frac12, 3\right)}", "(0.5,3)", 1),
-        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
     ],
     "several boxes": [(r"\boxed{1} \boxed{2}", "2", 1), (r"\boxed{2} \boxed{1}", "2", 0)],
     "no box": [("The answer is 42.", "42", 1), ("First 41, then 42", "41", 0)],
@@ -414,18 +358,6 @@ PAIRS = {
         (r"\boxed{10^{10^{10}}}", "10", 0),
     ],
     "empty": [(r"\boxed{}", "3", 0), ("", "3", 0), (" \n", "3", 0), (r"\boxed{}", "", 0)],
-    "expressions": [
-        (r"\boxed{\sqrt{12}}", r"2\sqrt{3}", 1),
-        (r"\boxed{\sqrt{13}}", r"2\sqrt{3}", 0),
-        (r"\boxed{x=5}", "5", 1),
-        (r"\boxed{x=5}", "x=5", 1),
-        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1),
-        (r"\boxed{\ln 2}", r"\ln(2)", 1),
-        (r"\boxed{\infty}", r"\infty", 1),
-        (r"\boxed{nan}", "1", 0),
-        (r"\boxed{\pm 2}", r"\pm2", 1),
-        (r"\boxed{2}", r"\pm2", 0),
-    ],
     "AIME's three digits": [(r"\boxed{025}", "25", 1), (r"\boxed{25}", "025", 1)],
     "solutions": [
         (r"\boxed{72}", r"We find \boxed{72}.", 1),
