@@ -358,7 +358,8 @@ def make_model(c: Config, config: moe.MoEConfig, acc: Accelerator):
     for p in model.parameters():
         state = {"step": torch.zeros((), device=p.device)}
         for moment in checkpoint.MOMENTS:
-            state[moment] = torch.zeros_like(p, device="cpu" if c.offload_optimizer else None)
+            zeros = torch.zeros_like(p)
+            state[moment] = zeros.cpu() if c.offload_optimizer else zeros
         optimizer.state[p] = state
     return model, optimizer
 

@@ -24,6 +24,7 @@ def prepare(c: train.Config) -> tuple[train.moe.MoEConfig, list[dict]]:
     """The model's numbers and the problems. ValueError names a wrong flag or file."""
     if not c.eval_data:
         raise ValueError("--eval-data: names the problems")
+    c.data = ""  # there is nothing to train on
     config = train.open_model(c)
     _, problems = data.prepare(c, config.max_position_embeddings)
     if c.resume:
