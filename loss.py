@@ -208,7 +208,7 @@ def kl_rollout_train(
 
     "k1" is the paper's: the mean of log mu_old - log pi_old, unbiased, noisy, of either sign. "k3"
     is the mean of q - 1 - log q with q = pi_old/mu_old: the same expectation, never negative, far
-    less noise.
+    less noise. Any two policies will do: the first has sampled, the second may carry a gradient.
     """
     log_q = _difference(logp_old, logp_rollout, mask)
     per_token = {"k1": -log_q, "k3": log_q.clamp(max=600).expm1() - log_q}[estimator]

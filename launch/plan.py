@@ -542,6 +542,9 @@ def parse(argv: list[str] | None = None) -> Job:
         config = moe.MoEConfig.from_pretrained(model_folder(run.model, ["config.json"]))
     if own.layers:
         config = replace(config, num_hidden_layers=own.layers)
+    parameters = sum(p.numel() for p in moe.meta_parameters(config).values())
+    if Count.of(config).all != parameters:
+        raise ValueError(f"moe.py has {parameters:,} parameters, Count.of another number: mend it")
     network, mean = own.network_gb * 1e9, own.mean_new_tokens
     gpu = this_gpu() if own.gpu == "here" else GPUS[own.gpu]
     return Job(config, run, gpu, own.gpus, own.gpus_per_node, network, own.prompt_tokens, mean)

@@ -156,6 +156,8 @@ def write_step(row: dict, skipped: set[str], c, acc: Accelerator, bar: tqdm) -> 
     if skipped:
         words = f"  left out {row['skipped_updates']} updates: {' and '.join(sorted(skipped))} not"
         words += " finite"
+    if row["zero_adv_group_frac"] == 1:
+        words += "  nothing to learn: in each group all rewards are equal"
     clipped = row["clip_frac_high"] + row["clip_frac_low"]
     total = sum(seconds.values())
     bar.write(STEP_LINE.format(**row, clipped=clipped, skipped=words, total=total))
